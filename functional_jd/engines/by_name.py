@@ -33,8 +33,7 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
     """All rows, for every rule.
 
     Args:
-        mode: how rows are differentiated, as for `jacobian_fn`.
-        chunk_size: the number of rows differentiated at once, as for `jacobian_fn`.
+        mode, chunk_size: as for `jacobian_fn`.
 
     Returns:
         An `Engine`, for `step` and `train_state`.
@@ -61,9 +60,6 @@ def gramian_engine() -> Engine:
 
     Raises:
         ValueError: from `step` and `train_state`, for a rule with another view.
-
-    Laws:
-        Weights and direction are those of `jacobian_engine`, up to the order of sums.
     """
 
     def observe(plan: Plan) -> Observation:
@@ -86,9 +82,6 @@ def weighted_engine() -> Engine:
 
     Raises:
         ValueError: from `step` and `train_state`, for a rule that needs more.
-
-    Laws:
-        The direction is that of `jacobian_engine`, up to the order of sums.
     """
 
     def observe(plan: Plan) -> Observation:
@@ -111,8 +104,7 @@ def features_engine() -> Engine:
     those for the features, not for the parameters: `"auto"` never takes this engine.
 
     Returns:
-        An `Engine`, for `step` and `train_state`. With one scale per objective, an overflow in the trunk cannot be
-        assigned to an objective: all scales back off.
+        An `Engine`, for `step` and `train_state`. After an overflow in the trunk, all scales back off.
 
     Raises:
         ValueError: from `step` and `train_state`, for losses that are not made by `multitask`, or a rule with another
@@ -159,7 +151,7 @@ ENGINES: dict[str, Engine] = {
 
 
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
-    """The observation of rows of which some may not be finite: of their inner products if the rule needs no more."""
+    """The observation of rows, which may not be finite: of their inner products if the rule needs no more."""
     view, where = plan.view, plan.where
     leaves = [] if plan.scale is None else tree_leaves(jacobian)
     if plan.scale is not None and view.products == "none" and view.groups is None and not any_sharded(leaves):
@@ -185,11 +177,7 @@ def of_products(products: Products, values: Losses, carried: Any, pull: Any) -> 
 
 
 def checked(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor | None]:
-    """The rows, and which of them are finite.
-
-    If they are not, a step is skipped, and its rule receives zeros. If no step looks at the flags, weights have to show
-    it: the rule receives NaN.
-    """
+    """The rows, and which of them are finite. For others the rule receives zeros, or NaN if no step reads the flags."""
     if not plan.guarded and plan.scale is None:
         return jacobian, None
     rows, finite = unscale(torch.ones_like(plan.scale_state.scale), jacobian)
@@ -197,11 +185,7 @@ def checked(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor | None]:
 
 
 def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
-    """Inner products with zeros for rows that overflowed, and flags of those that did not: one, or one a row.
-
-    As with whole rows, the rule never receives what is not finite, nor any row if one scale serves all; the direction
-    shows it.
-    """
+    """Inner products with zeros for rows that overflowed, for all if one scale serves all, and flags of the others."""
     rows = finite_rows(products, flags)
 
     def masked(own: Tensor) -> Tensor:

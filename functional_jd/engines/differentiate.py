@@ -46,19 +46,17 @@ def jacobian_fn(
         has_aux: whether `losses` returns `(losses, aux)`, with aux a pytree of tensors.
         scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass of row i runs at that scale, the rows come out
             unscaled, with flags of those that did not overflow.
-        mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"auto"` chooses
-            by shapes (a loop for few or wide rows on a CPU; groups, so that they fit its cache), and falls back to the
-            loop. If m is far above the number of parameters, take `torch.func.jacfwd`.
+        mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"auto"` chooses by
+            shapes. If m is far above the number of parameters, take `torch.func.jacfwd`.
         chunk_size: rows differentiated at once; 1 is the loop.
 
     Returns:
         `f(*args) -> (jacobian, losses)`, with `has_aux` `(jacobian, (losses, aux))`. With `scale`, a third value
         `finite`, bool of the scale's shape: rows that overflowed are zeros, all of them if one scale serves all.
         Jacobian: pytree like params with leaves `[m, *p]` in the parameters' dtypes, with `scale` in at least float32;
-        for `multitask` losses `MultitaskJacobian(shared, heads)`. Parameters that no objective depends on have rows of
-        zeros. With one scale per objective, a row that overflowed in the heads is left out of the sum `heads`: only its
-        own scale backs off. If rows are differentiated together, an infinite derivative of one objective can make other
-        rows NaN, as 0 x inf. Examples stay apart; in the loop, so do losses that are separate tensors.
+        for `multitask` losses `MultitaskJacobian(shared, heads)`. With one scale per objective, a row that overflowed
+        in the heads is left out of the sum `heads`. If rows are differentiated together, an infinite derivative of one
+        objective can make other rows NaN, as 0 x inf. Examples stay apart, and in the loop separate tensors.
 
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
@@ -68,13 +66,11 @@ def jacobian_fn(
     Laws:
         Equal to a loop of plain autograd in every mode. Composes with vmap, grad, jvp and compile; a derivative of the
         Jacobian is right. Without a transform and without an input that requires grad, the result is detached.
-        Parameters that only a closure captures are not inputs. If vmap raises for rows that `"auto"` would
-        differentiate together, the loop serves, with a `SlowPathWarning`.
+        If vmap raises for rows of `"auto"`, the loop serves, with a `SlowPathWarning`.
 
     Differs:
         From `torch.func.jacrev`: native autocast works with every layer, and the backward pass is never autocast;
-        custom functions without a vmap rule, buffers changed in place and checkpoints (`use_reentrant=False`) work in
-        `"auto"` and `"loop"`. Call modules with checkpoints by `functional(module)`.
+        custom functions without a vmap rule, buffers changed in place and checkpoints (`use_reentrant=False`) work.
 
     Example:
         >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
@@ -113,17 +109,15 @@ def gramian_fn(
     factors cost less.
 
     Args:
-        losses: `losses(params, *args)`, as for `jacobian_fn`: plain, or made by `per_example` or `multitask`.
-        argnums, has_aux: as for `jacobian_fn`.
+        losses, argnums, has_aux: as for `jacobian_fn`.
         scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass runs at that scale, Gramian and pullback come
             out unscaled.
 
     Returns:
         `f(*args) -> (gramian, losses, pullback)`, with `has_aux` `(gramian, (losses, aux), pullback)`. Gramian float64
-        `[m, m]`; losses as the function gave them. `pullback(weights [m]) -> (direction, finite)`: a pytree like params
-        in their dtypes, with `scale` in at least float32; and which rows did not overflow, bool of the scale's shape,
-        `[]` without one. With `multitask` losses, Gramian and weights are those of the trunk, and `direction["heads"]`
-        is the gradient of the plain sum.
+        `[m, m]`. `pullback(weights [m]) -> (direction, finite)`: a pytree like params in their dtypes, with `scale` in
+        at least float32; and which rows did not overflow, bool of the scale's shape, `[]` without one. With `multitask`
+        losses, Gramian and weights are those of the trunk, and `direction["heads"]` is the gradient of the plain sum.
         A row that overflowed is a row and a column of the Gramian that are not finite. With one scale, an overflow in
         the heads' sum cannot be assigned to a row: then no row is finite.
 
@@ -132,14 +126,13 @@ def gramian_fn(
 
     Laws:
         The Gramian is that of `jacobian_fn`'s rows, and the pullback theirs, for every model: weights may be shared,
-        transposed or used several times. Parameters that reach no known layer get ordinary rows.
-        Linear in the weights. Composes with vmap, grad, jvp and compile; derivatives of the Gramian are right. Losses
-        that contain `torch.autograd.grad`, and losses that a transform refuses, are evaluated again by rows, with a
-        `SlowPathWarning`; buffers and random numbers are those of one evaluation.
+        transposed or used several times. Linear in the weights. Composes with vmap, grad, jvp and compile; derivatives
+        of the Gramian are right. Losses that contain `torch.autograd.grad` or that vmap cannot take are evaluated again
+        by rows, with a `SlowPathWarning`; buffers and random numbers are those of one evaluation.
 
     Source:
         Goodfellow, "Efficient per-example gradient computations" (2015); Rochette et al. (2019) for convolutions; Bu et
-        al., "Differentially private optimization on large model at small cost" (2023), for the choice layer by layer.
+        al. (2023), arXiv 2210.00038, for the choice layer by layer.
 
     Differs: these put hooks on modules. Here a layer is recognised by the parameter that it receives.
 
@@ -170,8 +163,7 @@ def squared_norms_fn(
 
     Returns:
         `f(*args) -> (squared_norms, losses, pullback)`, with `has_aux` `(squared_norms, (losses, aux), pullback)`.
-        Squared norms float64 `[m]`, never negative; losses and pullback as for `gramian_fn`. A row that overflowed has
-        a squared norm that is not finite.
+        Squared norms float64 `[m]`, not finite for a row that overflowed; losses and pullback as for `gramian_fn`.
 
     Raises:
         TypeError, ValueError: what `jacobian_fn` raises.
@@ -181,9 +173,8 @@ def squared_norms_fn(
         absolute values. Composes with vmap, grad, jvp and compile.
 
     Source:
-        Goodfellow, "Efficient per-example gradient computations" (2015), for one position; Li et al., "Large language
-        models can be strong differentially private learners" (2022), arXiv 2110.05679, section 4 ("ghost clipping"),
-        for several; Bu et al. (2023), arXiv 2210.00038, for the choice layer by layer.
+        As for `gramian_fn`; Li et al., "Large language models can be strong differentially private learners" (2022),
+        arXiv 2110.05679, section 4 ("ghost clipping"), for several positions.
 
     Example:
         >>> loss = lambda params, x, y: (x @ params["w"] - y).square()
@@ -231,14 +222,12 @@ def weighted_fn(
     `direction = sum_i weights_i d losses_i / d params`, in one backward pass, whatever m.
 
     Args:
-        losses: `losses(params, *args)`, as for `jacobian_fn`: plain, or made by `per_example` or `multitask`.
-        has_aux: as for `jacobian_fn`.
+        losses, has_aux: as for `jacobian_fn`.
         scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass runs at that scale, the direction comes out
-            unscaled. One pass has one scale: of `[m]` it is the largest power of two S with
-            `|weights_i| S <= scale_i` for all i.
+            unscaled. Of `[m]` it is the largest power of two S with `|weights_i| S <= scale_i` for all i.
 
     Returns:
-        `f(*args) -> (losses, pullback)`, with `has_aux` `((losses, aux), pullback)`. The losses are not scaled.
+        `f(*args) -> (losses, pullback)`, with `has_aux` `((losses, aux), pullback)`.
         `pullback(weights, *, last=False) -> (direction, finite)`: weights `[m]`; direction a pytree like params, at
         least float32, with a scale zeros where it is not finite; finite bool of the scale's shape. One backward pass
         cannot assign an overflow to an objective: all m flags are equal, except that `multitask` losses take their own
@@ -246,18 +235,15 @@ def weighted_fn(
         For `multitask` losses the trunk gets the weighted direction, and the heads the gradient of the plain sum.
 
     Raises:
-        TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
-        ValueError: no objectives, a scale that does not fit m, weights that are not `[m]`.
-        RuntimeError: from the pullback, where losses of examples draw random numbers and would have to be evaluated
-            again, as vmap refuses their backward pass: the direction would be that of other losses.
+        TypeError, ValueError: what `jacobian_fn` raises; weights that are not `[m]`.
+        RuntimeError: from the pullback, if losses of examples draw random numbers and vmap cannot take their backward
+            pass: the direction would be that of other losses.
 
     Laws:
         Equal to `combine(unscale(jacobian), weights)` to rounding, where every row is finite; linear in the weights.
         Composes with vmap, grad, jvp and compile; the result is detached unless an input or the weights require grad.
-        Weights that are not finite are not `finite` (the direction may be, as of a loss that `torch.where` cuts off).
-        Weight 0 does not hide a row that overflows.
-        The cotangent of a loss has the loss's dtype, at least float32: its weight is rounded to that. float64 weights
-        of float32 losses count to 6e-8 of their size.
+        Weights that are not finite are not `finite`. Weight 0 does not hide a row that overflows.
+        A weight is rounded to the dtype of its loss, at least float32.
 
     Example:
         >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
@@ -292,7 +278,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
     i lowers the loss of example j. Rows are not formed where inner products of their factors cost less.
 
     Args:
-        losses: `losses(params, *args)`, as for `gramian_fn`: mostly made by `per_example`.
+        losses: as for `gramian_fn`, mostly made by `per_example`.
         scale: a `ScaleState` or tensor, `[]`: the backward passes run at that scale, the products come out unscaled.
 
     Returns:
@@ -304,9 +290,8 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         ValueError: a scale that is not `[]`; what `gramian_fn` raises.
 
     Laws:
-        The upper right block of the Gramian on both batches together, and with the batches exchanged the transpose. A
-        row that overflowed is a row or column that is not finite. Composes with vmap, grad, jvp and compile. Memory
-        grows with both batches: for large data sets call it block by block.
+        The upper right block of the Gramian on both batches together. A row that overflowed is a row or column that is
+        not finite. Composes with vmap, grad, jvp and compile. For large data sets call it block by block.
 
     Source:
         Pruthi, Liu, Sundararajan & Kale, Estimating training data influence by tracing gradient descent, NeurIPS 2020,
@@ -321,8 +306,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
     factor = None if scale is None else multiplier(scale, "cross_gramian_fn")
     if factor is not None and factor.ndim:
         raise ValueError(
-            f"cross_gramian_fn: the scale must be of shape [], found {list(factor.shape)}. Pass one number for both "
-            "batches."
+            f"cross_gramian_fn: the scale must be of shape [], found {list(factor.shape)}. Pass one for both batches."
         )
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:

@@ -21,15 +21,14 @@ class Plan(NamedTuple):
         where: the function that the user called, for errors and warnings.
         has_aux: whether the losses return `(losses, aux)`; in a step they return `(losses, (buffers, aux))`.
         scale: float32 `[]` or `[m]`, what cotangents are multiplied by, and gradients divided by; or None.
-        differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
+        differentiable: whether a transform is active, or an input requires grad.
         mode: how rows are differentiated: `"auto"`, `"vmap"` or `"loop"`.
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.
-        products: what is needed of the inner products of rows: the `"gramian"`, the squared `"norms"`, or the
-            `"factors"` that they are made of.
+        products: the products of rows that are needed: `"gramian"`, squared `"norms"`, or their `"factors"`.
         groups: the groups of leaves whose products are needed one by one; None for those of all leaves.
-        on_shards: whether these are the rows of shards, which all ranks must differentiate in the same way.
+        on_shards: whether these are rows of shards, which all ranks must differentiate alike.
         argnums: the argument that is differentiated, or several; other than 0 for plain losses only.
         rule: the rule that weighs the losses; None if there is none.
         optimizer: where training starts, the optimizer, which all ranks must have alike.
@@ -82,8 +81,7 @@ class Engine(NamedTuple):
     Attributes:
         observe: `observe(plan)` returns an `Observation`: the losses, what the rule needs, and the pullback of weights.
         check: `check(plan)` raises ValueError unless the engine gives the rule what it needs.
-        replicate: `replicate(tree)` returns the tensors that must be equal on all replicas, equal; None: there are no
-            replicas.
+        replicate: `replicate(tree)` returns the first replica's tensors on all; None: there are no replicas.
         place: `place()` returns the rank of this process among the replicas, and how many they are.
     """
 
@@ -99,16 +97,13 @@ class Engine(NamedTuple):
 
 
 def require(plan: Plan, name: str, *, serves: bool, rules: str) -> None:
-    """Refuse a rule that an engine does not serve, in the engine's `check`.
+    """Raise ValueError in an engine's `check`, unless it `serves` the rule of `plan`.
 
     Args:
         plan: what `check` was given.
         name: the engine, as the user names it.
-        serves: whether the engine gives the rule what `plan.view` says.
+        serves: whether the engine gives the rule what `plan.view` needs.
         rules: what the rules need that it serves, in words.
-
-    Raises:
-        ValueError: unless `serves`.
     """
     if not serves:
         raise ValueError(

@@ -41,16 +41,14 @@ _BUCKET = 1 << 22
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
     """Average a Jacobian, or any pytree of floating-point tensors, over the replicas.
 
-    `mean = sum_r J_r / R`, small leaves of one dtype in one all-reduce.
+    `mean = sum_r J_r / R`, in at least float32, small leaves of one dtype in one all-reduce.
 
     Args:
-        jacobian: pytree of floating-point tensors, a `MultitaskJacobian` too, alike on all R replicas. Row i is the
-            same objective everywhere.
-        group: the replicas; `None` is all processes. The `timeout` of `init_process_group` limits the wait for one that
-            does not answer.
+        jacobian: pytree of floating-point tensors, alike on all R replicas. Row i is the same objective everywhere.
+        group: the replicas; `None` is all processes. The `timeout` of `init_process_group` limits the wait.
 
     Returns:
-        A pytree like `jacobian`, in its dtypes, the same bits on every replica. Added up in at least float32.
+        A pytree like `jacobian`, in its dtypes, the same bits on every replica.
 
     Raises:
         TypeError: a leaf is not a floating-point tensor.
@@ -119,8 +117,8 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Returns:
         An `Engine`.
-        Row i is the mean of the replicas' rows i, which are the same objective on all. Means over examples need equally
-        many on each replica, or `weighted_by_examples`.
+        Row i is the mean of the replicas' rows i. Means over examples need equally many on each replica, or
+        `weighted_by_examples`.
         The rows of `per_example` losses are the examples of all replicas, the first one's first: R m rows, with equally
         many on each. Scale i of `[m]` serves the rows i of all replicas.
         The losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's own.
@@ -129,16 +127,15 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         replica's own: `random.fold_in(key, rank)`.
 
     Raises:
-        ValueError: an unknown engine, or one that does not give the rule what it needs; no process group, or one that
-            this process is not in. In `train_state`: replicas that differ in names, shapes or dtypes of parameters,
-            states or losses, or in rules or optimizers. In `step`: other losses or rules (off the CPU, the step is
-            skipped); another number of `per_example` losses (on a CPU, as the check waits for the device).
+        ValueError: an unknown engine, or one that does not give the rule what it needs; no process group. In
+            `train_state`: replicas that differ in names, shapes or dtypes of parameters, states or losses, or in rules
+            or optimizers. In `step`: other losses or rules (off the CPU, the step is skipped); another number of
+            `per_example` losses (on a CPU).
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time.
 
     Laws:
         The replicas stay equal, bit for bit, on equal machines. A step equals, to rounding, one on the whole batch. One
-        replica's overflow skips the step on all. Each row's scale follows that row on all replicas. Compiles in a full
-        graph.
+        replica's overflow skips the step on all. Compiles in a full graph.
     """
     check_option("replicated", "engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
 
@@ -326,15 +323,8 @@ def check_dense(where: str, tree: Tree) -> None:
 
 
 def check_alike(where: str, tree: Tree, group: Group, what: str, method: Mapping[str, Any] = {}) -> None:
-    """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes: one exchange of a
-    digest. Collectives of different sizes would end the process.
-
-    Args:
-        where: the function that the user called.
-        tree: the pytree.
-        group: the replicas.
-        what: the name of the pytree.
-        method: by name, what else must be alike, except for keys: a rule and an optimizer.
+    """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes, and methods, by name,
+    that are alike except for keys: one exchange of a digest. Collectives of different sizes would end the process.
     """
     leaves = tree_leaves(tree)
     if under_transform() or not leaves or not is_concrete(leaves[0]):  # `compiled` writes down shapes, not values

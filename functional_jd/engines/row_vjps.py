@@ -48,27 +48,21 @@ def vjp_rows(point: Vjp, cotangents: Rows, plan: Plan) -> Rows:
         by_row = zip(*[[None] * m if c is None else c.unbind() for c in cotangents], strict=True)
         return stack_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
 
-    with autocast_disabled():
-        mode, chunk_size = choose_rows(point, m, plan)
-        return by_mode(
-            mode,
-            lambda: _together(point, lambda group: [c if c is None else c[group] for c in cotangents], m, chunk_size),
-            one_by_one,
-            plan,
-        )
+    return _rows(point, m, plan, lambda group: [c if c is None else c[group] for c in cotangents], one_by_one)
 
 
 def jacobian_rows(point: Vjp, factors: Tensor, plan: Plan) -> Rows:
     """The rows of the Jacobian: the gradient of every element of the outputs, multiplied by its factor `[m]`."""
     m = len(factors)
+    one_by_one = lambda: stack_rows(gradients_one_by_one(point, factors), m)
+    return _rows(point, m, plan, lambda group: _cotangents(point, factors, group), one_by_one)
+
+
+def _rows(point: Vjp, m: int, plan: Plan, cotangents: Callable[[slice], Rows], one_by_one: Callable[[], Rows]) -> Rows:
+    """Rows in the way that shapes choose."""
     with autocast_disabled():
         mode, chunk_size = choose_rows(point, m, plan)
-        return by_mode(
-            mode,
-            lambda: _together(point, lambda group: _cotangents(point, factors, group), m, chunk_size),
-            lambda: stack_rows(gradients_one_by_one(point, factors), m),
-            plan,
-        )
+        return by_mode(mode, lambda: _together(point, cotangents, m, chunk_size), one_by_one, plan)
 
 
 def dense(found: Sequence[Tensor | None], leaves: Sequence[Tensor], *rows: int) -> list[Tensor]:

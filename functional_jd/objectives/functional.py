@@ -46,8 +46,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
         ValueError: names are missing or unknown; the module has changed since it was read, is lazy, or is one of
             `fully_shard`; forward changes or replaces a parameter, makes a buffer, or returns an object that would
-            compute later; forward computes with a parameter of its own that was not passed, frozen ones included
-            (looked at in the first call, `train_state` and `weights_fn`).
+            compute later; forward computes with a parameter of its own that was not passed (looked at in the first
+            call, `train_state` and `weights_fn`).
         RuntimeError: `functional` itself is called inside a function that is compiled in a full graph; the module is
             scripted, or an `nn.DataParallel`.
 

@@ -27,17 +27,11 @@ from functional_jd.objectives.structured import ExampleSets, PerExample
 
 @dataclass(frozen=True)
 class Sharded(Declared):
-    """The function that `distributed.sharded` returns. The engines read from it how leaves are gathered.
+    """The function that `distributed.sharded` returns. The engines read from it how leaves are gathered."""
 
-    Attributes:
-        losses: the losses of whole parameters.
-        mesh: the mesh over which the batch is split; None where the losses compute with `DTensor` leaves themselves.
-        reshard: whether what the backward pass needs of gathered leaves is gathered again.
-    """
-
-    losses: Callable[..., Any]
-    mesh: Any
-    reshard: bool = False
+    losses: Callable[..., Any]  # of whole parameters
+    mesh: Any  # over which the batch is split; None if the losses compute with `DTensor` leaves themselves
+    reshard: bool = False  # whether what the backward pass needs of gathered leaves is gathered again
 
     def each(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
         inner = self.losses.each(wrap) if isinstance(self.losses, Declared) else wrap(self.losses)
@@ -61,14 +55,8 @@ class Sharded(Declared):
         has_aux: bool = False,
         at: Sequence[int] = (0,),
     ) -> Any:
-        """The losses as a function of shards, of the kind of the losses themselves.
-
-        Args:
-            over_shards: how losses of that kind become those of shards: see `Kind`.
-            likes: the arguments that may be sharded, as they were given, with their layouts.
-            gathers: gathers leaves.
-            has_aux: whether the losses return `(losses, aux)`.
-            at: the positions of these arguments.
+        """The losses as a function of shards, of the kind of the losses themselves: see `Kind.over_shards`. `likes` are
+        the arguments that may be sharded, with their layouts, and `at` their positions.
         """
 
         def enter(

@@ -91,8 +91,7 @@ def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
 
 def rows_of_parts(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Tensor:
     """The rows `[m, *p]`, which are the sum of these parts."""
-    rows = [rows_of_factors(part, leaf, m) if isinstance(part, Factors) else part for part in parts]
-    return sum(rows[1:], start=rows[0])
+    return reduce(torch.add, [rows_of_factors(p, leaf, m) if isinstance(p, Factors) else p for p in parts])
 
 
 def products_of_sides(f: Factors) -> Tensor:
@@ -184,7 +183,9 @@ def block_of(
     f, of_rows = one_use(parts), squared_norms if norms_only else inner_products
     factors = [part for part in parts if isinstance(part, Factors)]
     weighted = lambda weights: reduce(torch.add, [weighted_sum_of_factors(f, weights, leaf, m) for f in factors])
-    if norms_only and len(factors) == len(parts) and _norms_need_no_rows(factors, leaf, m):
+    # Both sides of all factors must have the same lengths: that of indices is the number of rows of the leaf.
+    lengths = {(tuple(f.left.shape[2:]) or (1, leaf.shape[0]), f.right.shape[2:]) for f in factors if norms_only}
+    if len(lengths) == 1 and len(factors) == len(parts) and position_norms_are_cheaper(factors, leaf, m):
         return _norms_by_positions(factors, m), weighted
     if not norms_only and f and factors_are_cheaper(f, leaf, m):
         return _inner_products(f, m), weighted
@@ -253,26 +254,14 @@ def crossed_leaf(
         if own and crossed_factors_are_cheaper(f, other, leaf):
             return _crossed(_in_float64(f), _in_float64(other))
         if f.left.ndim > 2:
-            pieces = zip(column_groups(f, max(m, k)), column_groups(other, max(m, k)), strict=True)
-            return reduce(torch.add, [_crossed_rows(*map(products_of_sides, pair)) for pair in pieces])
-    return _crossed_rows(rows_of_parts(parts, leaf, m), rows_of_parts(others, leaf, k))
-
-
-def _crossed_rows(rows: Tensor, others: Tensor) -> Tensor:
-    return cross_inner_products(as_matrix(rows), as_matrix(others))
+            pieces = [map(as_matrix, map(products_of_sides, column_groups(use, max(m, k)))) for use in (f, other)]
+            return reduce(torch.add, [cross_inner_products(*pair) for pair in zip(*pieces, strict=True)])
+    rows, other_rows = rows_of_parts(parts, leaf, m), rows_of_parts(others, leaf, k)
+    return cross_inner_products(as_matrix(rows), as_matrix(other_rows))
 
 
 def _in_float64(f: Factors) -> Factors:
     return Factors(f.left if f.left.ndim == 2 else f.left.double(), f.right.double())
-
-
-def _norms_need_no_rows(factors: list[Factors], leaf: Tensor, m: int) -> bool:
-    """Whether norms by inner products of positions are possible and cost less than those of the rows.
-
-    Both sides of all factors must have the same lengths: that of indices is the number of rows of the leaf.
-    """
-    lengths = {(tuple(f.left.shape[2:]) or (1, leaf.shape[0]), f.right.shape[2:]) for f in factors}
-    return len(lengths) == 1 and position_norms_are_cheaper(factors, leaf, m)
 
 
 def _norms_by_positions(factors: list[Factors], m: int) -> Tensor:

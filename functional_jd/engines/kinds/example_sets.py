@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,8 @@ from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives import ExampleSets
-from functional_jd.objectives.buffers import Carried, CarryingLosses, Extras, next_as_found
+from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found
 from functional_jd.precision.autocast import autocast_disabled
-
-# As names, since torch.compile evaluates what annotates a function inside a function.
-_ByName: TypeAlias = dict[str, Any]
-_Joined: TypeAlias = tuple[Losses, Carried]
 
 
 def jacobian(losses: ExampleSets, args: Args, plan: Plan) -> FoundJacobian:
@@ -55,24 +51,17 @@ def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
         if plan.products == "norms":
             products = torch.cat(list(own.values()))
         else:
-            products = _assembled(own, {pair: across(*pair) for pair in combinations(counts, 2)})
+            blocks = {(name, name): block for name, block in own.items()}
+            for a, b in combinations(counts, 2):
+                blocks[a, b] = across(a, b)
+                blocks[b, a] = blocks[a, b].mT
+            products = torch.cat([torch.cat([blocks[a, b] for b in counts], dim=1) for a in counts])
 
     def pullback(weights: Tensor) -> Direction:
         pieces = weights.split(list(counts.values()))
         return _added([pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)])
 
     return products, *_joined(losses, found, plan), pullback
-
-
-def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) -> Tensor:
-    """The Gramian from its blocks."""
-
-    def block(a: str, b: str) -> Tensor:
-        if a == b:
-            return own[a]
-        return across[a, b] if (a, b) in across else across[b, a].mT
-
-    return torch.cat([torch.cat([block(a, b) for b in own], dim=1) for a in own])
 
 
 def weighted(losses: ExampleSets, args: Args, plan: Plan) -> FoundWeighted:
@@ -125,7 +114,7 @@ def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosse
     given = losses.batches(batch)
     parts: Any = {name: PER_EXAMPLE.carrying(part, given[name], extras).losses for name, part in losses.parts.items()}
 
-    def join(found: _ByName) -> _Joined:
+    def join(found: Any) -> Any:
         aux = {name: carried[1] for name, (_, carried) in found.items()} if extras.has_aux else ()
         return {name: value for name, (value, _) in found.items()}, ((), aux)
 
