@@ -57,57 +57,27 @@ class OwnList(list):
     pass
 
 
-class Lambda(Base):
-    def prepare(self):
-        self.way = lambda x: self.first(x)
+def reaches(make):
+    """The way is an attribute of the module, made of it."""
+
+    class Reaches(Base):
+        def prepare(self):
+            self.way = make(self)
+
+    return Reaches
 
 
-class Object(Base):
-    def prepare(self):
-        self.object = Plain(self.first)
-        self.way = self.object.run
+def holds(make, read=lambda held: held.layer):
+    """An attribute holds the layer, or what is made of it."""
 
+    class Holds(Base):
+        def prepare(self):
+            self.held = make(self.first)
 
-class Dataclass(Base):
-    def prepare(self):
-        self.held = Held(self.first)
+        def way(self, x):
+            return read(self.held)(x)
 
-    def way(self, x):
-        return self.held.layer(x)
-
-
-class InNamedTuple(Base):
-    def prepare(self):
-        self.held = Named(self.first)
-
-    def way(self, x):
-        return self.held.layer(x)
-
-
-class InOwnList(Base):
-    def prepare(self):
-        self.held = OwnList([self.first])
-
-    def way(self, x):
-        return self.held[0](x)
-
-
-class WeakReference(Base):
-    def prepare(self):
-        self.held = weakref.ref(self.first)
-
-    def way(self, x):
-        return self.held()(x)
-
-
-class Batched(Base):
-    def prepare(self):
-        self.way = torch.func.vmap(self.first)
-
-
-class CompiledFunction(Base):
-    def prepare(self):
-        self.way = torch.compile(self.first, backend="eager")
+    return Holds
 
 
 class CompiledPart(Base):
@@ -118,32 +88,6 @@ class CompiledPart(Base):
 class Scripted(Base):
     def prepare(self):
         self.first = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-
-
-class Keeps:
-    """Holds a parameter elsewhere than in the registered layers: functional_call does not replace it."""
-
-
-class Hidden(Base, Keeps):
-    """A layer that is not registered, made of parameters that are."""
-
-    def prepare(self):
-        layer = nn.Linear(4, 4)
-        layer.weight, layer.bias = self.first.weight, self.first.bias
-        self.held = {"layers": (layer,)}
-
-    def way(self, x):
-        return self.held["layers"][0](x)
-
-
-class InContainers(Base, Keeps):
-    """Parameters themselves in a list in a dict, and in a tuple."""
-
-    def prepare(self):
-        self.held, self.pair = {"weights": [self.first.weight]}, (self.first.bias, 1)
-
-    def way(self, x):
-        return F.linear(x, self.held["weights"][0], self.pair[0])
 
 
 class SharedList(Base):
@@ -164,11 +108,6 @@ class Norms(Base):
 
     def prepare(self):
         torch.nn.utils.spectral_norm(self.last)
-
-
-class Replicated(Base):
-    def prepare(self):
-        self.way = nn.DataParallel(self.first)
 
 
 class TiedNorm(nn.Module):
@@ -213,7 +152,16 @@ def quantized():
     return net
 
 
-WAYS = {cls.__name__: cls for cls in Base.__subclasses__() if not issubclass(cls, Keeps)} | {
+WAYS = {cls.__name__: cls for cls in Base.__subclasses__()} | {
+    "Lambda": reaches(lambda module: lambda x: module.first(x)),
+    "Object": reaches(lambda module: Plain(module.first).run),
+    "Batched": reaches(lambda module: torch.func.vmap(module.first)),
+    "CompiledFunction": reaches(lambda module: torch.compile(module.first, backend="eager")),
+    "Replicated": reaches(lambda module: nn.DataParallel(module.first)),
+    "Dataclass": holds(Held),
+    "NamedTuple": holds(Named),
+    "OwnList": holds(lambda first: OwnList([first]), lambda held: held[0]),
+    "WeakReference": holds(weakref.ref, lambda held: held()),
     "TiedNorm": TiedNorm,
     "Graph": lambda: torch.fx.symbolic_trace(sequential()),
     "Interpreter": lambda: torch.fx.Interpreter(torch.fx.symbolic_trace(sequential())),
@@ -447,36 +395,33 @@ def test_a_module_that_raises_is_left_as_it_was():
     assert torch.equal(module.first(X), F.linear(X, module.first.weight, module.first.bias))
 
 
-class Copies(Base):
-    def way(self, x):
-        with torch.no_grad():
-            self.first.weight.copy_(F.normalize(self.first.weight))
-        return self.first(x)
+def writes(change):
+    """Writes to its first layer before it calls it."""
+
+    class Writing(Base):
+        def way(self, x):
+            change(self.first)
+            return self.first(x)
+
+    return Writing
 
 
-class SetsData(Base):
-    def way(self, x):
-        self.first.weight.data = self.first.weight.data / 2
-        return self.first(x)
+@torch.no_grad()
+def copies(layer):
+    layer.weight.copy_(F.normalize(layer.weight))
 
 
-class ChangesData(Base):
-    def way(self, x):
-        self.first.weight.data.clamp_(-0.1, 0.1)
-        return self.first(x)
+def sets_data(layer):
+    layer.weight.data = layer.weight.data / 2
 
 
-class Replaces(Base):
-    def way(self, x):
-        self.first.weight = nn.Parameter(0.9 * self.first.weight.detach())
-        return self.first(x)
+def replaces(layer):
+    layer.weight = nn.Parameter(0.9 * layer.weight.detach())
 
 
-class Deletes(Base):
-    def way(self, x):
-        del self.first.bias
-        self.first.bias = None
-        return self.first(x)
+def deletes(layer):
+    del layer.bias
+    layer.bias = None
 
 
 class KeepsItself(Base):
@@ -488,26 +433,55 @@ class KeepsItself(Base):
 
 
 LEAVES = "functional: forward must leave its parameters, found that it "
+WRITTEN = r"train_state: expected losses that leave the parameters, found that they change 'first\.weight' in place"
+KEPT = r"functional: forward must use the parameters that are passed, .* own 'first\.weight'"
 REFUSED = {
-    Copies: LEAVES + r"has changed 'first\.weight' in place\. Make",
-    SetsData: LEAVES + r"has changed 'first\.weight' in place\. Make",
-    Replaces: LEAVES + r"replaces 'first\.weight'\. Make",
-    Deletes: LEAVES + r"replaces 'first\.bias'\. Make",
+    "copies": (writes(copies), LEAVES + r"has changed 'first\.weight' in place\. Make"),
+    "sets data": (writes(sets_data), LEAVES + r"has changed 'first\.weight' in place\. Make"),
+    "replaces": (writes(replaces), LEAVES + r"replaces 'first\.weight'\. Make"),
+    "deletes": (writes(deletes), LEAVES + r"replaces 'first\.bias'\. Make"),
+}
+FOUND_LATER = {"changes data": (writes(lambda layer: layer.weight.data.clamp_(-0.1, 0.1)), WRITTEN)}
+KEEPING = {
+    "a function": (KeepsItself, KEPT),
+    "a list of a class of its own": (
+        holds(lambda first: OwnList([first.weight]), lambda w: lambda x: x @ w[0].T),
+        KEPT,
+    ),
 }
 
 
-@pytest.mark.parametrize("make", REFUSED)
-def test_a_forward_that_writes_its_parameters_is_refused(make):
+def losses_of(kind, apply):
+    """Losses of `apply(params, x)`, and their parameters, of those of the module."""
+    two = lambda params, x: torch.stack([(y := apply(params, x)).square().mean(), y.sin().mean()])
+    if kind == "plain":
+        return two, lambda params: params
+    if kind == "per_example":
+        return fj.per_example(lambda params, x: two(params, x[None]).sum()), lambda params: params
+    heads = lambda heads, y, x: [heads * y.sum(), y.square().sum()]
+    return fj.multitask(apply, heads), lambda params: {"shared": params, "heads": torch.tensor(2.0)}
+
+
+def trains(losses, params, engine="auto"):
+    fj.train_state(params, X, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1), engine=engine)
+
+
+every_kind = pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_forward_that_writes_its_parameters_is_refused(name):
+    make, words = REFUSED[name]
     module = made(make)
     apply, (params, _) = fj.functional(module), moved(module)
     before = held(module)
     run = lambda params: loss(apply(params, {}, X)[0])
     stacked = {key: torch.stack([p, p]) for key, p in params.items()}
     points = {key: p.clone().requires_grad_() for key, p in params.items()}
-    # Under a transform it is torch itself that refuses `.data =`.
-    error, words = (RuntimeError, "`data`|`.data`") if make is SetsData else (ValueError, REFUSED[make])
-    with pytest.raises(ValueError, match=REFUSED[make]):
+    with pytest.raises(ValueError, match=words):
         run(points)
+    # Under a transform it is torch itself that refuses `.data =`.
+    error, words = (RuntimeError, "`data`|`.data`") if name == "sets data" else (ValueError, words)
     for call, given in ((torch.func.grad(run), params), (torch.vmap(run), stacked)):
         with pytest.raises(error, match=words):
             call({key: p.clone() for key, p in given.items()})
@@ -515,72 +489,43 @@ def test_a_forward_that_writes_its_parameters_is_refused(make):
 
 
 @pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
-@pytest.mark.parametrize("make", [*REFUSED, ChangesData, KeepsItself])
-def test_train_state_refuses_it_for_every_engine_and_puts_the_values_back(make, engine):
+@pytest.mark.parametrize("name", [*REFUSED, *FOUND_LATER, "a function"])
+def test_train_state_refuses_it_for_every_engine_and_puts_the_values_back(name, engine):
+    make, words = (REFUSED | FOUND_LATER | KEEPING)[name]
     module = made(make)
-    apply, params = fj.functional(module), dict(module.named_parameters())
-    values = {key: p.detach().clone() for key, p in params.items()}
-    losses = lambda params, x: torch.stack([(y := apply(params, {}, x)[0]).square().mean(), y.sin().mean()])
-    written = r"train_state: expected losses that leave the parameters, found that they change 'first\.weight' in place"
-    kept = r"functional: forward must use the parameters that are passed, .* own 'first\.weight'"
-    words = {ChangesData: written, KeepsItself: kept} | REFUSED
-    with pytest.raises(ValueError, match=words[make]):
-        fj.train_state(params, X, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1), engine=engine)
-    for key, p in params.items():
-        assert torch.equal(p, values[key])
+    apply, before = fj.functional(module), held(module)
+    losses, _ = losses_of("plain", lambda params, x: apply(params, {}, x)[0])
+    with pytest.raises(ValueError, match=words):
+        trains(losses, dict(module.named_parameters()), engine)
+    assert unchanged(before, held(module))
 
 
-@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
-@pytest.mark.parametrize("make", [*REFUSED, ChangesData])
-def test_train_state_refuses_it_of_frozen_parameters_too(make, kind):
+@every_kind
+@pytest.mark.parametrize("name", [*REFUSED, *FOUND_LATER])
+def test_train_state_refuses_it_of_frozen_parameters_too(name, kind):
+    make, words = (REFUSED | FOUND_LATER)[name]
     module = made(make)
     module.first.requires_grad_(False)
-    own = dict(module.named_parameters())
-    trained, constant = fj.objectives.partition(own, lambda _, p: p.requires_grad)
-    values = {key: p.detach().clone() for key, p in own.items()}
-    forward = fj.functional(module)
-    apply = lambda params, x: forward(fj.objectives.merge(params, constant), {}, x)[0]
-    losses = {
-        "plain": lambda params, x: torch.stack([(y := apply(params, x)).square().mean(), y.sin().mean()]),
-        "per_example": fj.per_example(lambda params, x: apply(params, x[None]).square().mean()),
-        "multitask": fj.multitask(apply, lambda heads, y, x: [heads * y.sum(), y.square().sum()]),
-    }[kind]
-    params = {"shared": trained, "heads": torch.tensor(2.0)} if kind == "multitask" else trained
-    written = r"train_state: expected losses that leave the parameters, found that they change 'first\.weight' in place"
-    with pytest.raises(ValueError, match=({ChangesData: written} | REFUSED)[make]):
-        fj.train_state(params, X, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1))
-    for key, p in own.items():
-        assert torch.equal(p, values[key])
-
-
-class KeepsInOwnList(Base):
-    def prepare(self):
-        self.held = OwnList([self.first.weight])
-
-    def way(self, x):
-        return x @ self.held[0].T
-
-
-@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
-@pytest.mark.parametrize("make", [KeepsItself, KeepsInOwnList])
-def test_a_parameter_that_a_module_keeps_elsewhere_is_refused_whatever_training_starts_from(make, kind):
-    module = made(make)
-    apply, params = fj.functional(module), moved(module)[0]  # copies
-    two = lambda params, x: torch.stack([(y := apply(params, {}, x)[0]).square().mean(), y.sin().mean()])
-    losses = {
-        "plain": two,
-        "per_example": fj.per_example(lambda params, x: two(params, x[None]).sum()),
-        "multitask": fj.multitask(
-            lambda shared, x: apply(shared, {}, x)[0], lambda heads, y, x: [heads * y.sum(), y.square().sum()]
-        ),
-    }[kind]
-    params = {"shared": params, "heads": torch.tensor(2.0)} if kind == "multitask" else params
-    words = r"functional: forward must use the parameters that are passed, .* own 'first\.weight'"
+    trained, constant = fj.objectives.partition(dict(module.named_parameters()), lambda _, p: p.requires_grad)
+    forward, before = fj.functional(module), held(module)
+    losses, params = losses_of(kind, lambda params, x: forward(fj.objectives.merge(params, constant), {}, x)[0])
     with pytest.raises(ValueError, match=words):
-        fj.train_state(params, X, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1))
+        trains(losses, params(trained))
+    assert unchanged(before, held(module))
+
+
+@every_kind
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_parameter_that_a_module_keeps_elsewhere_is_refused_whatever_training_starts_from(name, kind):
+    make, words = KEEPING[name]
+    module = made(make)
+    apply, copies_of_them = fj.functional(module), moved(module)[0]
+    losses, params = losses_of(kind, lambda params, x: apply(params, {}, x)[0])
+    with pytest.raises(ValueError, match=words):
+        trains(losses, params(copies_of_them))
     if kind == "plain":
         with pytest.raises(ValueError, match=words):
-            fj.weights_fn(losses, fj.upgrad())(params, X)
+            fj.weights_fn(losses, fj.upgrad())(params(copies_of_them), X)
 
 
 def test_the_own_parameters_of_a_module_may_be_constants_beside_it():
@@ -605,27 +550,15 @@ def test_an_embedding_without_a_largest_norm_is_not_taken_for_one_that_writes():
     assert torch.equal(state.params["weight"], module.weight)
 
 
-class Later(Base):
-    def forward(self, x):
-        return {"later": lambda: self.last(self.first(x))}
+@pytest.mark.parametrize("output", [lambda layer, x: {"later": lambda: layer(x)}, lambda layer, x: Plain((layer, x))])
+def test_an_output_that_would_compute_later_is_refused(output):
+    class Later(Base):
+        def forward(self, x):
+            return output(self.last, self.first(x))
 
-
-class Distribution:
-    def __init__(self, layer, x):
-        self.layer, self.x = layer, x
-
-
-class Lazy(Base):
-    def forward(self, x):
-        return Distribution(self.last, self.first(x))
-
-
-@pytest.mark.parametrize("make", [Later, Lazy])
-def test_an_output_that_would_compute_later_is_refused(make):
-    module = made(make)
-    with pytest.raises(
-        ValueError, match=r"functional: expected an output of tensors, found .* holds a part of the mod"
-    ):
+    module = made(Later)
+    words = r"functional: expected an output of tensors, found .* holds a part of the mod"
+    with pytest.raises(ValueError, match=words):
         fj.functional(module)(*moved(module), X)
 
 
