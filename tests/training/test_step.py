@@ -169,12 +169,16 @@ def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
     assert same(first, second)
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize(
+    ("engine", "rule"),
+    [("auto", fj.upgrad), ("weighted", fj.mean), ("weighted", partial(scalarized, torch.prod))],
+)
+def test_nothing_waits_for_the_device(engine, rule):
     params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    how = method(params, fj.autocast(features), fj.autocast(top))
+    how = method(params, fj.autocast(features), fj.autocast(top), aggregator=rule())
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
     with NoSync():
-        state, _ = fj.step(state, *batch, **how)
+        fj.step(state, *batch, engine=engine, **how)
 
 
 def test_one_graph_serves_every_scale():
@@ -195,30 +199,6 @@ def test_one_graph_serves_every_scale():
     assert True in flags  # the scale backed off, and later grew
     assert False in flags
     close(state, eager, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.inductor
-def test_the_default_compiler_gives_the_numbers_of_eager():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    how = method(params, features, top)
-    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
-    torch._dynamo.reset()
-    compiled, _ = torch.compile(fj.step, fullgraph=True)(state, *batch, **how)
-    eager, _ = fj.step(state, *batch, **how)
-    close(compiled, eager, rtol=1e-4, atol=1e-5)
-
-
-def test_replicas_by_vmap_equal_replicas_in_a_loop():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    how = method(params, features, top)
-    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(2,)), **how) for k in range(3)]
-    stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
-    batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
-    together = torch.vmap(partial(fj.step, **how))(stacked, *batches)
-    alone = [
-        fj.step(replica, *batch, **how) for replica, batch in zip(replicas, zip(*batches, strict=True), strict=True)
-    ]
-    close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-4, atol=1e-5)
 
 
 def small_step(p, preference):
@@ -454,17 +434,6 @@ def test_an_overflow_in_the_gramian_engine_skips_the_step_and_backs_off_its_own_
     assert same(after[:4], state[:4])
 
 
-def test_replicas_by_vmap_in_the_gramian_engine():
-    params, losses, batch = batch_losses()
-    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.05)}
-    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
-    gramian_step = partial(fj.step, engine="gramian", **how)
-    alone = gramian_step(state, *batch)
-    stacked = tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
-    pair = torch.vmap(gramian_step, in_dims=(0, None, None))(stacked, *batch)
-    close(tree_map(lambda leaf: leaf[1], pair), alone, rtol=1e-4, atol=1e-6)
-
-
 def wide_losses(kind, n=1 << 18):
     """Objectives on one matrix of n numbers, and four of each kind unless it is the batch that counts."""
     with torch.random.fork_rng():
@@ -585,15 +554,6 @@ def test_losses_outside_the_domain_of_a_scalarization_skip_the_step():
     assert same(after, state)
 
 
-def test_the_weighted_engine_never_waits_for_the_device():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    for rule in (fj.mean(), scalarized(torch.prod)):
-        how = method(params, fj.autocast(features), fj.autocast(top), aggregator=rule)
-        state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
-        with NoSync():
-            weighted_step(state, *batch, **how)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
     params, losses, batch = regression(kind)
@@ -616,29 +576,41 @@ def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
 
 
 @pytest.mark.inductor
-def test_the_default_compiler_gives_the_numbers_of_the_weighted_engine():
+@pytest.mark.parametrize("engine", ["auto", "weighted"])
+def test_the_default_compiler_gives_the_numbers_of_eager(engine):
     params, losses, batch = regression("multitask")
-    how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
+    rule = BLIND["geometric"] if engine == "weighted" else fj.upgrad
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
     torch._dynamo.reset()
-    close(
-        torch.compile(weighted_step, fullgraph=True)(state, *batch, **how),
-        weighted_step(state, *batch, **how),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    take = partial(fj.step, engine=engine)
+    close(torch.compile(take, fullgraph=True)(state, *batch, **how), take(state, *batch, **how), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replicas_by_vmap_equal_replicas_in_a_loop_in_the_weighted_engine(kind):
-    params, losses, batch = regression(kind)
-    how = {"losses": losses, "aggregator": BLIND["averaged"](), "optimizer": fj.adamw(1e-2)}
-    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(3,)), **how) for k in range(3)]
-    stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
+def normed_tasks():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    return params, fj.multitask(features, top), batch
+
+
+REPLICAS = {
+    "two tasks": (normed_tasks, fj.upgrad, "jacobian", (2,)),
+    "layers": (batch_losses, fj.upgrad, "gramian", ()),
+    **{kind: (partial(regression, kind), BLIND["averaged"], "weighted", (3,)) for kind in KINDS},
+}
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_by_vmap_equal_replicas_in_a_loop(name):
+    make, rule, engine, shape = REPLICAS[name]
+    params, losses, batch = make()
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.adamw(1e-2)}
+    take = partial(fj.step, engine=engine, **how)
+    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=shape), **how) for k in range(3)]
     batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
-    together = torch.vmap(partial(weighted_step, **how))(stacked, *batches)
-    alone = [weighted_step(r, *b, **how) for r, b in zip(replicas, zip(*batches, strict=True), strict=True)]
-    close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-5, atol=1e-6)
+    stack = lambda *leaves: torch.stack(leaves)
+    alone = [take(state, *own) for state, own in zip(replicas, zip(*batches, strict=True), strict=True)]
+    together = torch.vmap(take)(tree_map(stack, *replicas), *batches)
+    close(together, tree_map(stack, *alone), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -813,24 +785,21 @@ def test_the_direction_is_gone_before_the_step_chooses():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("changed", "place"), [("params", "params"), ("memory", "optimizer")])
-def test_a_dtype_that_the_optimizer_changes_is_named(changed, place):
+@pytest.mark.parametrize(("changed", "place"), [("params", "params"), ("memory", "optimizer"), ("rule", "aggregator")])
+def test_a_dtype_that_changes_is_named(changed, place):
+    bent = lambda name, x: x.double() if changed == name else x
+
     def update(direction, memory, params):
-        new = (params - direction, memory + 1)
-        return (new[0].double(), new[1]) if changed == "params" else (new[0], new[1].double())
+        return bent("params", params - direction), bent("memory", memory + 1)
 
-    optimizer = fj.Optimizer(lambda params: torch.zeros(()), update)
-    how = {"losses": lambda w: torch.stack([w.sum(), (w - 1).square().sum()]), "aggregator": fj.upgrad()}
-    state = fj.train_state(torch.ones(3), optimizer=optimizer, **how)
+    def weigh(G, memory):
+        return torch.ones(2) / 2, bent("rule", memory + 1)
+
+    how = {
+        "losses": lambda w: torch.stack([w.sum(), (w - 1).square().sum()]),
+        "aggregator": fj.Aggregator(fj.views.gramian, lambda G: torch.zeros(2), weigh),
+        "optimizer": fj.Optimizer(lambda params: torch.zeros(()), update),
+    }
+    state = fj.train_state(torch.ones(3), **how)
     with pytest.raises(TypeError, match=rf"^select: .*found torch.float64.* in '{place}'"):
-        fj.step(state, optimizer=optimizer, **how)
-
-
-def test_a_memory_that_changes_its_dtype_is_named():
-    forgetful = fj.Aggregator(
-        fj.views.gramian, lambda G: torch.zeros(2), lambda G, memory: (torch.ones(2) / 2, memory + G.diagonal())
-    )
-    how = {"losses": lambda w: torch.stack([w.sum(), (w - 1).square().sum()]), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(torch.ones(3), aggregator=forgetful, **how)
-    with pytest.raises(TypeError, match=r"^select: .*found torch.float64.* in 'aggregator'"):
-        fj.step(state, aggregator=forgetful, **how)
+        fj.step(state, **how)
