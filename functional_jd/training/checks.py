@@ -17,7 +17,7 @@ from functional_jd.core.arguments import described
 from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
-from functional_jd.core.tree import described_leaves, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import described_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import evaluate_losses
 from functional_jd.engines.kinds import kind_of
@@ -28,7 +28,7 @@ from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
-from functional_jd.torch_compat.slow_path import random_state, set_random_state, user_level
+from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values, innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
 
@@ -77,7 +77,7 @@ def check_learning(
 
     Args:
         plan: its losses are evaluated, or those of some examples.
-        journal: notes what they change, and keeps it for the next evaluation.
+        journal: notes what they change, which is put back, and keeps it for the next evaluation.
         buffers: what the losses take after the parameters.
         constant: the names of the losses that may have no gradient on this batch.
         noised: whether the optimizer adds noise.
@@ -90,10 +90,10 @@ def check_learning(
     Warns:
         UserWarning: gradients pass through float16 without a scale; a parameter has no gradient; buffers are lost.
     """
-    where, kind, draws, before = plan.where, plan.kind, random_state(), tree_map(torch.clone, buffers)
-    leaves, structure = tree_flatten(plan.args[0])
-    points = [x.detach().requires_grad_() for x in leaves]
-    params = tree_unflatten(structure, points)
+    where, kind, before = plan.where, plan.kind, tree_map(torch.clone, buffers)
+    draws, put_back = random_state(), random_state_outside_torch()
+    params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
+    points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
     plain = Plan(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
@@ -102,13 +102,13 @@ def check_learning(
             _, (values, (returned, _)) = evaluate_losses(sample, args, plain)
         _check_written(where, journal, [*named.items(), *(given for call in calls for given in call.params.items())])
         if training:
-            moved = {name: x for call in calls for name, x in call.moved().items()}
-            _warn_of_lost_buffers(where, journal, moved, returned)
+            _warn_of_lost_buffers(where, journal, calls, returned)
         if noised:
             _warn_of_buffers_without_noise(where, before, returned)
     finally:
         journal.undo(again=True)
         set_random_state(draws)
+        put_back()
     found = _leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, nodes)
     unlearned = [name for name, x in named.items() if id(x) not in found]
@@ -184,7 +184,7 @@ def _check_reached(
     return unreached
 
 
-def _warn_of_lost_buffers(where: str, journal: StateJournal, moved: dict[str, Tensor], returned: Tree) -> None:
+def _warn_of_lost_buffers(where: str, journal: StateJournal, calls: list[Any], returned: Tree) -> None:
     """Warn of running statistics that normalization moved, and of other buffers, that the losses do not return."""
     kept = [x for x in tree_leaves(returned) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
     memory = {_memory(x) for x in kept} - {None}  # a row of a returned buffer comes back with it
@@ -192,6 +192,7 @@ def _warn_of_lost_buffers(where: str, journal: StateJournal, moved: dict[str, Te
     def is_lost(x: Tensor) -> bool:
         return _memory(x) not in memory and not any(x.shape == y.shape and torch.equal(x, y) for y in kept)
 
+    moved = {name: x for call in calls for name, x in call.moved().items()}
     averages = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
     lost = ["the running statistics that normalization moves"] * any(map(is_lost, averages))
     lost += [f"the buffer {name!r}, which its module moves" for name, x in moved.items() if is_lost(x)]

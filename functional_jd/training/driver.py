@@ -23,37 +23,22 @@ from functional_jd.torch_compat.slow_path import user_level
 
 
 class Weighed(NamedTuple):
-    """The answer of a rule to an observation.
-
-    Attributes:
-        weights: the weight of each row.
-        memory: the rule's next state.
-        gramian: the Gramian as the rule received it; `()` for rules that need something else.
-        finite: which rows did not overflow, as far as it is known before the pullback.
-        verdict: with a scale, and if the flags are known, what follows from them.
-        own: the weights in the dtype in which rows are summed.
-    """
+    """The answer of a rule to an observation."""
 
     weights: Weights
-    memory: Tree
-    gramian: Gramian | tuple[()]
-    finite: Tensor | None
-    verdict: "Verdict | None"
-    own: Weights
+    memory: Tree  # the rule's next state
+    gramian: Gramian | tuple[()]  # as the rule received it, if it did
+    finite: Tensor | None  # which rows did not overflow, as far as it is known before the pullback
+    verdict: "Verdict | None"  # with a scale, if the flags are known
+    own: Weights  # in the dtype in which rows are summed
 
 
 class Verdict(NamedTuple):
-    """Whether a step is taken.
+    """Whether a step is taken."""
 
-    Attributes:
-        finite: bool with the scale's shape: which rows did not overflow, and have a finite loss.
-        moved: bool `[]`: whether all of them are finite, and weights and direction too.
-        scale: the next loss scale.
-    """
-
-    finite: Tensor
-    moved: Tensor
-    scale: ScaleState
+    finite: Tensor  # bool with the scale's shape: which rows did not overflow, and have a finite loss
+    moved: Tensor  # bool []: whether all of them are finite, and weights and direction too
+    scale: ScaleState  # the next one
 
 
 def observe(plan: Plan, engine: Engine) -> Observation:

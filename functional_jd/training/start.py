@@ -118,7 +118,6 @@ def train_state(
     try:
         if not traced and not under_transform():
             check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
-            put_back()
         rule_state, values = started(plan, chosen)
         _check_losses(where, aggregator, values)
     except TypeError as error:

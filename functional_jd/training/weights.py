@@ -23,7 +23,7 @@ from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.slow_path import random_state_outside_torch, user_level
+from functional_jd.torch_compat.slow_path import user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of, refuse_frozen
@@ -117,12 +117,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         scale = no_scale() if scale is None else scale
         plan, engine, _ = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, scale=scale, **how)
         if state is None and not (torch.compiler.is_compiling() or under_transform()):
-            journal, put_back = StateJournal(), random_state_outside_torch()
-            try:
-                check_learning(plan, journal, training=False)
-            finally:
-                journal.undo()
-                put_back()
+            check_learning(plan, StateJournal(), training=False)
         seen = observe(plan, engine)
         weights, memory = weights_and_memory(plan, seen, state, engine.replicate)
         if state is None:
