@@ -79,7 +79,7 @@ def kind_of(name):
         for what, factor in (("is left out", 1.0), ("counts as one of m rows", 1 - 1 / len(losses))):
             if (first - factor * without).norm() < 1e-9 * without.norm():
                 return what
-    return "is there, with weights of its own"
+    return "has its own weights"
 
 
 @pytest.mark.parametrize("name", ["uw", "imtl_l"])
