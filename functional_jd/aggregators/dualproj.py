@@ -8,7 +8,7 @@ from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import cosines, nonzero
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.dual_cone import dual_cone_multipliers
+from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.search import Solver
 
 
@@ -49,6 +49,7 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
         lengths = torch.where(G.diagonal() == 0, 0, norms) * u
         # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
         size = nonzero(lengths.detach().sum())
-        return u + size * dual_cone_multipliers(C, (C @ (lengths / size)).unsqueeze(-1), solver).squeeze(-1) / norms
+        s = linear_complementarity(C, (C @ (lengths / size)).unsqueeze(0), solver=solver).squeeze(0)
+        return u + size * s / norms
 
     return stateless(gramian, weigh, on_host=runs_on_host(solver, "dualproj"))

@@ -6,7 +6,7 @@ from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import cosines
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.dual_cone import row_multipliers
+from functional_jd.solvers.lcp import row_multipliers
 from functional_jd.solvers.search import Solver
 
 

@@ -1,50 +1,32 @@
 """torch's functions of random numbers, as functions of a key: each draws its numbers with one key of its own.
 
-`DRAWS[function](numbers, *args, **kwargs)` returns what `function(*args, **kwargs)` returns, with other bits. Arguments
-that are wrong go to the function itself, for its error.
+`DRAWS[function](numbers, *args, **kwargs)` returns what `function(*args, **kwargs)` returns, with other bits: those of
+`numbers`, a mode of `keyed`. Arguments that are wrong go to the function itself, for its error.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from functional_jd.random.keys import permutation
-from functional_jd.random.stream import UNIFORM_BITS, draw
 
 _F: Any = nn.functional
-
-
-class Numbers:
-    """Random numbers for the function that is being called. A subclass has `take`, which returns the next key."""
-
-    take: Callable[[], Tensor]
-
-    def draw(self, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw numbers of one kind; `what` is "uniform", "normal" or "exponential"."""
-        if dtype not in UNIFORM_BITS:
-            raise NotImplementedError(
-                f"keyed: dtype must be float64, float32, float16 or bfloat16, found {dtype}. Draw in one of these, "
-                "then convert."
-            )
-        return draw(on_device(self.take(), device), math.prod(shape), what, dtype).reshape(tuple(shape))
-
-    def uniform(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw uniform numbers `[n]`, which are only read."""
-        return self.draw("uniform", (n,), dtype, device)
-
-    def events(self, probability: Tensor | float, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Draw booleans that are true with this probability."""
-        double = isinstance(probability, Tensor) and probability.dtype == torch.float64
-        dtype = torch.float64 if double else torch.float32
-        return self.uniform(math.prod(shape), dtype, device).reshape(tuple(shape)) < probability
 
 
 def on_device(key: Tensor, device: torch.device) -> Tensor:
     """The key on a device. The host does not wait: a copy from its memory is made before the call returns."""
     return key if key.device == device else key.to(device, non_blocking=key.is_cpu)
+
+
+def _events(numbers: Any, probability: Tensor | float, like: Tensor, shape: Any = None) -> Tensor:
+    """Booleans that are true with this probability, of the shape of a tensor or of another one."""
+    shape = like.shape if shape is None else shape
+    double = isinstance(probability, Tensor) and probability.dtype == torch.float64
+    uniform = numbers.uniform(math.prod(shape), torch.float64 if double else torch.float32, like.device)
+    return uniform.reshape(tuple(shape)) < probability
 
 
 def _probability(p: Any, where: str) -> None:
@@ -61,7 +43,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _factory(what: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def drawn(numbers: Numbers, *args: Any, **kwargs: Any) -> Tensor:
+    def drawn(numbers: Any, *args: Any, **kwargs: Any) -> Tensor:
         y = empty(*args, **kwargs)
         return _like(y, numbers.draw(what, y.shape, y.dtype, y.device))
 
@@ -76,12 +58,12 @@ def _like(y: Tensor, values: Tensor) -> Tensor:
     return values.requires_grad_() if y.requires_grad else values
 
 
-def _randperm(numbers: Numbers, n: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+def _randperm(numbers: Any, n: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
     y = torch.empty(n, dtype=dtype or torch.int64, **kwargs)
     return permutation(on_device(numbers.take(), y.device), n).to(y.dtype)
 
 
-def _normal(numbers: Numbers, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+def _normal(numbers: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
     if isinstance(std, float | int) and std < 0:
         return torch.normal(mean, std, size or (), **kwargs)
     parts = [x for x in (mean, std) if isinstance(x, Tensor)]
@@ -96,13 +78,13 @@ def _normal(numbers: Numbers, mean: Any, std: Any = 1.0, size: Any = None, **kwa
     return (mean + std * z).to(dtype)
 
 
-def _bernoulli(numbers: Numbers, input: Tensor, p: Any = None) -> Tensor:
+def _bernoulli(numbers: Any, input: Tensor, p: Any = None) -> Tensor:
     _probability(0.5 if p is None else p, "bernoulli")
     probability = input.detach() if p is None else p
-    return numbers.events(probability, input.shape, input.device).to(input.dtype)
+    return _events(numbers, probability, input).to(input.dtype)
 
 
-def _multinomial(numbers: Numbers, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+def _multinomial(numbers: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     if input.ndim not in (1, 2) or num_samples < 1 or (not replacement and num_samples > input.shape[-1]):
         return torch.multinomial(input, num_samples, replacement)
     weights = input.detach().double()
@@ -122,13 +104,13 @@ def _multinomial(numbers: Numbers, input: Tensor, num_samples: int, replacement:
 # In place.
 
 
-def _normal_(numbers: Numbers, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+def _normal_(numbers: Any, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     if std < 0 or not (x.is_floating_point() or x.is_complex()):
         return x.normal_(mean, std)
     return x.copy_(numbers.draw("normal", x.shape, _wide(x.dtype), x.device).mul(std).add(mean))
 
 
-def _uniform_(numbers: Numbers, x: Tensor, *args: float, **kwargs: float) -> Tensor:
+def _uniform_(numbers: Any, x: Tensor, *args: float, **kwargs: float) -> Tensor:
     low, high = [*args, *[kwargs.get("from", 0.0), kwargs.get("to", 1.0)][len(args) :]]
     if low > high or not x.is_floating_point():
         return x.uniform_(low, high)
@@ -139,16 +121,16 @@ def _uniform_(numbers: Numbers, x: Tensor, *args: float, **kwargs: float) -> Ten
     return x.copy_(torch.where(values >= high, low, values))
 
 
-def _bernoulli_(numbers: Numbers, x: Tensor, p: Any = 0.5) -> Tensor:
+def _bernoulli_(numbers: Any, x: Tensor, p: Any = 0.5) -> Tensor:
     _probability(p, "bernoulli_")
-    return x.copy_(numbers.events(p, x.shape, x.device))
+    return x.copy_(_events(numbers, p, x))
 
 
 # Dropout, and attention with dropout.
 
 
 def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False) -> Callable[..., Tensor]:
-    def drawn(numbers: Numbers, input: Tensor, p: float, train: bool) -> Tensor:
+    def drawn(numbers: Any, input: Tensor, p: float, train: bool) -> Tensor:
         if not 0 <= p <= 1:
             return torch.dropout(input, p, train)
         if p == 0 or not train or input.numel() == 0:
@@ -158,7 +140,7 @@ def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False)
             return multiply(torch.zeros((), dtype=input.dtype, device=input.device))
         shape = (*input.shape[:2], *[1] * (input.ndim - 2)) if feature else input.shape
         # As torch does it: in the input's dtype, step by step.
-        noise = numbers.events(1 - p, shape, input.device).to(input.dtype)
+        noise = _events(numbers, 1 - p, input, shape).to(input.dtype)
         if not alpha:
             return multiply(noise.div_(1 - p))
         slope = 1.7580993408473766
@@ -170,7 +152,7 @@ def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False)
 
 
 def _attention(
-    numbers: Numbers, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    numbers: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}

@@ -1,7 +1,7 @@
 """Functions that draw random numbers, as pure functions of a key."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from functional_jd.core.arguments import check_function
-from functional_jd.random.draws import DRAWS, Numbers, on_device
+from functional_jd.random.draws import DRAWS, on_device
 from functional_jd.random.keys import check_key, split
-from functional_jd.random.stream import draw
+from functional_jd.random.stream import UNIFORM_BITS, draw
 from functional_jd.torch_compat.recomputation import RecomputedMode, in_reentrant_checkpoint
 from functional_jd.torch_compat.slow_path import random_state
 from functional_jd.torch_compat.torch_internals import (
@@ -99,7 +99,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
     return wraps(f)(run) if hasattr(f, "__name__") else run
 
 
-class _Keyed(RecomputedMode, Numbers):
+class _Keyed(RecomputedMode):
     """Gets every function of torch that Python calls, and gives their numbers to those that need random ones.
 
     Args:
@@ -152,7 +152,17 @@ class _Keyed(RecomputedMode, Numbers):
             self.ahead = keys
         return self.of_elements(keys[k])
 
+    def draw(self, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers of one kind: "uniform", "normal" or "exponential"."""
+        if dtype not in UNIFORM_BITS:
+            raise NotImplementedError(
+                f"keyed: dtype must be float64, float32, float16 or bfloat16, found {dtype}. Draw in one of these, "
+                "then convert."
+            )
+        return draw(on_device(self.take(), device), math.prod(shape), what, dtype).reshape(tuple(shape))
+
     def uniform(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uniform numbers `[n]`, which are only read."""
         k, key = len(self.drawn), self.take()
         if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or functorch_depth() != self.depth:
             return draw(on_device(key, device), n, "uniform", dtype)

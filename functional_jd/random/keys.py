@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_device, described, is_size, refuse
+from functional_jd.core.arguments import check_device, is_size, refuse
 from functional_jd.random.stream import ROOT, UNIFORM_BITS, draw, signed
 
 
@@ -31,13 +31,10 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea). The
         mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"key: expected a Python integer, found {described(seed)}. Convert it with int(...) first.")
     check_device("key", device)
-    if seed < -(2**63) or seed >= 2**64:
-        raise ValueError(
-            f"key: expected at most 64 bits, found {described(seed)}. Take it modulo 2**64, or hash it first."
-        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        cure = "Convert it with int(...), or take it modulo 2**64."
+        refuse("key", "seed", "a Python integer of at most 64 bits", seed, cure, ValueError)
     root = torch.tensor([seed - 2**64 if seed >= 2**63 else seed, ROOT], dtype=torch.int64, device=device)
     return draw(root, 2, "key", torch.int64)
 
@@ -99,8 +96,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torc
     Laws:
         In row-major order, the first n numbers do not depend on how many follow. The result has no derivative.
     """
-    check_key(key, "uniform")
-    return draw(key, _count(shape, dtype, "uniform"), "uniform", dtype).reshape(tuple(shape))
+    return _drawn("uniform", key, shape, dtype)
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -124,8 +120,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch
     Source:
         Box and Muller, A note on the generation of random normal deviates, 1958, equation 1.
     """
-    check_key(key, "normal")
-    return draw(key, _count(shape, dtype, "normal"), "normal", dtype).reshape(tuple(shape))
+    return _drawn("normal", key, shape, dtype)
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
@@ -148,27 +143,22 @@ def permutation(key: Tensor, n: int) -> Tensor:
 
 def check_key(key: Tensor, where: str) -> None:
     """Raise an error that names the function that the user called, unless this is one key."""
-    if not isinstance(key, Tensor) or key.dtype != torch.int64:
-        found = str(key.dtype) if isinstance(key, Tensor) else type(key).__name__
-        raise TypeError(f"{where}: expected an int64 key, found {found}. Make one with functional_jd.random.key(0).")
-    if tuple(key.shape) != (2,):
-        raise ValueError(
-            f"{where}: expected one key of shape [2], found {list(key.shape)}. Make one with "
-            "functional_jd.random.key(0); for many keys at once use torch.vmap."
-        )
+    if not isinstance(key, Tensor) or key.dtype != torch.int64 or tuple(key.shape) != (2,):
+        kind = ValueError if isinstance(key, Tensor) and key.dtype == torch.int64 else TypeError
+        cure = "Make it with functional_jd.random.key(0); for many keys use torch.vmap."
+        refuse(where, "key", "an int64 key [2]", key, cure, kind)
 
 
 def _check_size(n: Any, where: str) -> None:
     if not is_size(n) or n < 0:
-        raise ValueError(f"{where}: expected n of at least 0, found {described(n)}. Pass a size.")
+        refuse(where, "n", "a size of at least 0", n, "Pass for instance 3.", ValueError)
 
 
-def _count(shape: Sequence[int], dtype: torch.dtype, where: str) -> int:
+def _drawn(what: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    check_key(key, what)
     if not isinstance(dtype, torch.dtype) or dtype not in UNIFORM_BITS:
         expected = ", ".join(map(str, UNIFORM_BITS))
-        raise TypeError(f"{where}: expected one of {expected}, found {dtype!r}. Draw in one of these, then convert.")
-    if not isinstance(shape, list | tuple) or not all(map(is_size, shape)):
-        raise TypeError(f"{where}: expected a tuple of sizes, found {described(shape)}. Pass for instance (3,).")
-    if any(size < 0 for size in shape):
-        raise ValueError(f"{where}: expected sizes of at least 0, found {list(shape)}. A size of -1 is not inferred.")
-    return math.prod(shape)
+        raise TypeError(f"{what}: dtype must be one of {expected}, found {dtype!r}. Draw in one, then convert.")
+    if not isinstance(shape, list | tuple) or not all(is_size(size) and size >= 0 for size in shape):
+        raise ValueError(f"{what}: shape must be sizes of at least 0, found {shape!r}. Pass for instance (3,).")
+    return draw(key, math.prod(shape), what, dtype).reshape(tuple(shape))

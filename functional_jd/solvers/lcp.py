@@ -36,10 +36,12 @@ def linear_complementarity(
 ) -> Tensor:
     """Solve `s >= 0, M s + q >= 0, s'(M s + q) = 0` for every row q of `offset`, with `s = 0` where not allowed.
 
-    Equivalent to `argmin_{s >= 0} s'M s / 2 + q's`. The search for the active set F = {s > 0} is constant to
-    derivatives. Two chord steps `s <- s - (M_FF)^-1 (M s + q)_F` with the inverse that it found follow. They change
-    derivatives only: the k-th step makes the k-th derivative correct, so that first and second derivatives are those of
-    `s_F = -(M_FF)^-1 q_F`. F holds independent rows.
+    Equivalent to `argmin_{s >= 0} s'M s / 2 + q's`: with the cosines M of unit rows n_j and `q_j = <n_j, x>`, the point
+    `x + sum_j s_j n_j` is the projection of x on the dual cone of the rows.
+
+    The search for the active set F = {s > 0} is constant to derivatives. Two chord steps with the inverse that it found
+    follow, `s <- s - (M_FF)^-1 (M s + q)_F`. They change derivatives only: the k-th step makes the k-th derivative
+    correct, so that first and second derivatives are those of `s_F = -(M_FF)^-1 q_F`. F holds independent rows.
 
     Args:
         matrix: float64 `[*, m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
@@ -70,6 +72,17 @@ def linear_complementarity(
         residual = s @ matrix + offset
         s = s - matvec(inverse, residual - residual.detach())
     return s
+
+
+def row_multipliers(cosines: Tensor, solver: Solver = "host") -> Tensor:
+    """The multipliers `[*, m, m]` for the projections of the unit rows on their dual cone: column i is for row i.
+
+    The multiplier of row i in its own projection is 0; fixing it at 0 keeps the problem regular.
+    """
+    if cosines.shape[-1] == 2:  # one constraint per row: in closed form
+        return (-cosines).clamp(min=0)
+    own = torch.eye(cosines.shape[-1], dtype=torch.bool, device=cosines.device)
+    return linear_complementarity(cosines, cosines, (~own).expand_as(cosines), solver).mT
 
 
 def solution(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> Tensor:

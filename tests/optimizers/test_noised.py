@@ -242,5 +242,5 @@ def test_mistakes_are_named():
         received(multiplier=lambda step: 1.0)
     with pytest.raises(TypeError, match=r"noised: optimizer must be a pair .*found function.*Call its builder"):
         noised(fj.sgd, key(0), 1.0, 1.0, 1)
-    with pytest.raises(TypeError, match="expected an int64 key"):
+    with pytest.raises(TypeError, match="key must be an int64 key"):
         noised(fj.sgd(0.1), torch.zeros(2), 1.0, 1.0, 1)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from functional_jd.random.draws import DRAWS, Numbers
+from functional_jd.random.draws import DRAWS
 
 
-class Given(Numbers):
+class Given:
     """Numbers that are given, in the place of random ones."""
 
     def __init__(self, *given):
@@ -17,6 +17,9 @@ class Given(Numbers):
     def draw(self, what, shape, dtype, device):
         values = torch.as_tensor(self.given.pop(0))
         return values.to(dtype).expand(tuple(shape)).clone()
+
+    def uniform(self, n, dtype, device):
+        return self.draw("uniform", (n,), dtype, device)
 
 
 def call(func, given, *args, **kwargs):

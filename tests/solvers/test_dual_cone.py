@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 
 from functional_jd.core.safe import cosines
 from functional_jd.solvers import lcp
-from functional_jd.solvers.dual_cone import row_multipliers
+from functional_jd.solvers.lcp import row_multipliers
 
 jacobians = st.tuples(st.integers(1, 7), st.integers(1, 7)).flatmap(
     lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)

@@ -10,8 +10,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
 from functional_jd.solvers import lcp
-from functional_jd.solvers.dual_cone import row_multipliers
-from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.solvers.lcp import linear_complementarity, row_multipliers
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 
