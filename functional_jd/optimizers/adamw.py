@@ -192,30 +192,61 @@ def _moved(
 
     Torch's public function around it, `torch.optim.adamw.adamw`, takes 1.3 to 2 times as long for 4 to 60 leaves.
     """
-    moved = list(map(torch.empty_like, (*leaves, *first, *second)))
+    n, moved = len(leaves), list(map(torch.empty_like, (*leaves, *first, *second)))
     copy_each(moved, [*leaves, *first, *second])
-    n, device, dtype = len(leaves), leaves[0].device, leaves[0].dtype
-    given = list(directions)
-    for index, d in enumerate(given):  # the kernel trusts that what belongs to a leaf lies in memory as the leaf does
-        strides = moved[index].stride()
-        d = d if d.dtype is dtype else d.to(dtype)
-        given[index] = d if d.stride() == strides else copy_with_strides(d, moved[index])
-        for average in (n + index, 2 * n + index):
-            if moved[average].stride() != strides:
-                moved[average] = copy_with_strides(moved[average], moved[index])
+    for index in range(n, 3 * n):  # the kernel trusts that what belongs to a leaf lies in memory as the leaf does
+        if moved[index].stride() != moved[index % n].stride():
+            moved[index] = copy_with_strides(moved[index], moved[index % n])
+    _move(
+        moved[:n],
+        directions,
+        moved[n : 2 * n],
+        moved[2 * n :],
+        steps,
+        moving,
+        lr,
+        rate,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+    )
+    return moved
+
+
+def _move(
+    leaves: list[Tensor],
+    directions: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: Tensor,
+    moving: Tensor | None,
+    lr: float,
+    rate: Tensor | None,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """The kernel, which moves leaves and averages where they are."""
+    device, given = leaves[0].device, list(directions)
+    for index, d in enumerate(given):
+        d = d if d.dtype is leaves[0].dtype else d.to(leaves[0].dtype)
+        given[index] = d if d.stride() == leaves[index].stride() else copy_with_strides(d, leaves[index])
     # Exact, whatever the default dtype is, and in one launch.
     taken = torch.add(steps, 1, out=steps.new_empty((), dtype=torch.float32)).to(device)
     kept = None if moving is None else torch.logical_not(moving, out=moving.new_empty((), dtype=torch.float32))
     fused_adamw(
-        moved[:n], given, moved[n : 2 * n], moved[2 * n :], [], [taken] * n,
+        leaves, given, first, second, [], [taken] * len(leaves),
         lr=lr if rate is None else rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=False, maximize=False, found_inf=None if kept is None else kept.to(device),
     )  # fmt: skip
-    return moved
 
 
 # One operator for graphs: the compiler would write kernels for each leaf, and cannot write a kernel in place.
 fused_adamw_op = torch.library.custom_op("functional_jd::fused_adamw", _moved, mutates_args=())
+# For a captured graph that donates its state, which takes it where nothing else reads the old one.
+torch.library.custom_op("functional_jd::fused_adamw_in_place", _move, mutates_args=("leaves", "first", "second"))
 
 
 @fused_adamw_op.register_fake

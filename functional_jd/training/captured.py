@@ -68,6 +68,27 @@ def _copy_constants(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
+def write_donated(graph: fx.GraphModule, donated: int) -> None:
+    """Let `adamw` move donated tensors where they are, unless something reads the old ones later."""
+    nodes = [*graph.graph.nodes]
+    places = {node: k for k, node in enumerate(nodes[:donated])}
+    results = nodes[-1].args[0]
+    for at, node in enumerate(nodes):
+        if str(node.target) != "functional_jd.fused_adamw.default":
+            continue
+        leaves, _, first, second, *_ = node.args
+        old, new = [*leaves, *first, *second], {user.args[1]: user for user in node.users}
+        strides = [x.meta["val"].stride() for x in old]
+        alike = strides == strides[: len(leaves)] * 3 and {*old} <= places.keys()
+        later = {base_of(x) for user in nodes[at + 1 :] for x in user.all_input_nodes}
+        if alike and later.isdisjoint(old) and all(results[places[x]] is new.get(k) for k, x in enumerate(old)):
+            node.target = torch.ops.functional_jd.fused_adamw_in_place.default
+            for k, x in enumerate(old):
+                new[k].replace_all_uses_with(x)
+                graph.graph.erase_node(new[k])
+    graph.recompile()
+
+
 def _is_pure(operator: Any) -> bool:
     schema = getattr(operator, "_schema", None)
     return schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
@@ -88,6 +109,7 @@ class Captured:
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Tensor], arguments: int, donated: int):
         check_inputs(inputs)
         prepare_capture(graph)
+        write_donated(graph, donated)
         self.lock, self.arguments, self.donated = Lock(), arguments, donated
         with torch.no_grad():
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import functional_jd as jd
 from functional_jd.training import captured
@@ -160,3 +161,38 @@ def test_a_tensor_of_a_closure_that_moves_raises(without_a_gpu):
     held.data = torch.full((2,), 7.0)
     with pytest.raises(ValueError, match="tensors of closures must keep their memory"):
         take(torch.ones(2))
+
+
+def steps_of_two_leaves(skipped=False, reads_old=False):
+    """A step of a model with two leaves, and a state like those that it takes and returns."""
+    losses = lambda p, x: {"a": (p["w"] @ x).square().sum() + p["b"].sum(), "b": p["w"].abs().sum()}
+    how = {"losses": losses, "aggregator": jd.mean(), "optimizer": jd.adamw(1e-2)}
+    x = torch.full((3,), torch.inf if skipped else 1.0)
+    state = jd.train_state({"w": torch.ones(2, 3), "b": torch.ones(2)}, torch.ones(3), **how)
+
+    def take(state, x):
+        new, info = jd.step(state, x, **how)
+        return (new, info, new.params["w"] - state.params["w"]) if reads_old else (new, info)
+
+    return take, state, x
+
+
+@pytest.mark.parametrize("reads_old", [False, True])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_donated_parameters_move_where_they_are_unless_the_old_ones_are_read(skipped, reads_old):
+    take, state, x = steps_of_two_leaves(skipped, reads_old)
+    leaves, structure = tree_flatten((state, x))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    graph = graph_of(lambda *given: tree_leaves(take(*tree_unflatten(structure, given))), *tensors)
+    donated = len(tree_leaves(state))
+    given = [t.clone() for t in tensors]
+    expected = graph(*given)
+    kept = sum(x is y for x, y in zip(expected[:donated], given, strict=False))
+    captured.write_donated(graph, donated)
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert ("functional_jd.fused_adamw_in_place.default" in names) is not reads_old
+    given = [t.clone() for t in tensors]
+    found = graph(*given)
+    assert all(torch.equal(a, b) or (a != a).any() for a, b in zip(found, expected, strict=True))
+    moved = sum(x is y for x, y in zip(found[:donated], given, strict=False)) - kept
+    assert moved == (0 if reads_old else 6)  # two leaves, two averages of each
