@@ -1,4 +1,4 @@
-"""The loop around the step."""
+"""The loop around the step, as a function and as an iterator."""
 
 import sys
 from collections import deque
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import functional_jd as fj
-from functional_jd import StepInfo, TrainingStalled, fit, scale_state, sgd, step, total, train_state, upgrad
+from functional_jd import StepInfo, TrainingStalled, fit, scale_state, sgd, step, steps, total, train_state, upgrad
 
 
 def losses(params, x):
@@ -31,11 +31,16 @@ def batches(n):
     return list(torch.randn(n, 3, generator=torch.Generator().manual_seed(0)))
 
 
-def test_it_is_the_loop_written_by_hand():
-    expected = start()
-    for x in batches(5):
-        expected, _ = step(expected, x, **HOW)
-    torch.testing.assert_close(fit(STEP, start(), batches(5)), expected, rtol=0, atol=0)
+@given(st.integers(0, 5))
+def test_it_is_the_loop_written_by_hand(n):
+    expected, history, found = start(), [], list(steps(STEP, start(), batches(n)))
+    after = fit(STEP, start(), batches(n), on_step=history.append)
+    assert len(found) == len(history) == n
+    for x, told, (state, info) in zip(batches(n), history, found, strict=True):
+        expected, expected_info = step(expected, x, **HOW)
+        assert isinstance(info, StepInfo)
+        torch.testing.assert_close((state, info, told), (expected, expected_info, expected_info), rtol=0, atol=0)
+    torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
 
 @given(st.integers(0, 4), st.integers(0, 4))
@@ -48,17 +53,6 @@ def test_two_halves_are_one_whole(first, second):
 def test_no_batch_gives_the_state_back():
     state = start()
     assert fit(STEP, state, []) is state
-
-
-def test_every_step_is_told_in_order():
-    history = []
-    fit(STEP, start(), batches(4), on_step=history.append)
-    alone, expected = start(), []
-    for x in batches(4):
-        alone, info = step(alone, x, **HOW)
-        expected.append(info)
-    torch.testing.assert_close(history, expected, rtol=0, atol=0)
-    assert set(history[0].losses) == {"near", "far"}
 
 
 def test_a_callback_may_end_the_loop():
@@ -158,6 +152,36 @@ def test_an_exception_carries_the_state_after_the_last_step(error, where):
     assert stopped.value.__notes__ == ["fit: the attribute `state` of this exception is the state after 3 steps."]
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["in-the-step", "in-the-loop"])
+def test_the_variable_of_the_loop_holds_the_last_state(early):
+    taken, last = [], []
+
+    def interrupted(state, x):
+        if early and len(taken) == 2:
+            raise KeyboardInterrupt
+        return STEP(state, x)
+
+    def loop():
+        for state, info in steps(interrupted, start(), batches(5)):
+            last[:] = [state]
+            taken.append(info)
+            if not early and len(taken) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    torch.testing.assert_close(last, [fit(STEP, start(), batches(2))], rtol=0, atol=0)
+
+
+def test_nothing_is_computed_before_it_is_asked_for():
+    drawn = []
+    pairs = steps(STEP, start(), (drawn.append(x) or x for x in batches(4)))
+    assert not drawn
+    next(pairs)
+    next(pairs)
+    assert len(drawn) == 2
+
+
 def test_a_state_that_an_exception_has_already_is_left_alone():
     class OwnError(Exception):
         state = "own"
@@ -183,6 +207,9 @@ def test_training_that_stalls_ends_with_the_last_good_state():
     with pytest.raises(TrainingStalled, match="fit: the last 200 steps were skipped") as stalled:
         fit(STEP, state, batches(7) + corrupt(500), on_step=history.append)
     assert len(history) == 207
+    with pytest.raises(TrainingStalled, match="steps: the last 5 steps were skipped") as stalled_early:
+        list(steps(STEP, state, batches(7) + corrupt(9), patience=5))
+    torch.testing.assert_close(stalled_early.value.state, stalled.value.state, rtol=0, atol=0)
     torch.testing.assert_close(stalled.value.state, fit(STEP, state, batches(7)), rtol=0, atol=0)
 
 
@@ -294,6 +321,10 @@ def test_without_tqdm_there_is_no_bar(monkeypatch):
 
 
 @pytest.mark.parametrize("patience", [0, -1, 1.5, True, "ten"])
-def test_patience_is_a_number_of_steps(patience):
-    with pytest.raises(ValueError, match="fit: patience must be an integer of at least 1, found "):
-        fit(STEP, start(), batches(1), patience=patience)
+@pytest.mark.parametrize("loop", [fit, steps])
+def test_what_cannot_be_looped_is_refused_at_once(loop, patience):
+    name = loop.__name__
+    with pytest.raises(ValueError, match=f"{name}: patience must be an integer of at least 1, found "):
+        loop(STEP, start(), batches(1), patience=patience)
+    with pytest.raises(TypeError, match=f"{name}: step must be a function, found TrainState"):
+        loop(start(), STEP, batches(1))
