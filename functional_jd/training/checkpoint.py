@@ -18,9 +18,7 @@ from functional_jd.optimizers.base import Optimizer
 
 State = TypeVar("State")
 
-VERSION = 1
-"""The version of the format."""
-
+VERSION = 1  # of the format
 _VERSION, _FIELDS, _SUMS = "functional_jd.version", "functional_jd.fields", "functional_jd.checksums"
 _METHOD = {"aggregator": "functional_jd.aggregator", "optimizer": "functional_jd.optimizer"}
 _OWN = {_VERSION, _FIELDS, _SUMS, *_METHOD.values()}
@@ -34,9 +32,9 @@ def to_checkpoint(
     `{"params.0.weight": ..., "optimizer.step": ..., "scale.scale": ..., "functional_jd.version": ...}`
 
     Args:
-        state: from `train_state` or `step`, or any pytree of tensors: records, dicts, lists, of any dtypes and shapes.
+        state: from `train_state` or `step`, or any pytree of tensors.
         aggregator: the rule that made the state, whose name is written: rules without a memory have equal states.
-        optimizer: the optimizer that made it, likewise: Adam and AdamW of `from_torch` have equal states.
+        optimizer: the optimizer that made it, likewise.
         whole: whether `DTensor`s are gathered, on all ranks at the same time, for safetensors and for `torch.save` by
             one rank.
 
@@ -58,9 +56,8 @@ def to_checkpoint(
         >>> sorted(to_checkpoint({"w": torch.ones(2)}))
         ['functional_jd.checksums', 'functional_jd.fields', 'functional_jd.version', 'w']
     """
-    _check_given("to_checkpoint", aggregator, optimizer)
     check_flag("to_checkpoint", "whole", whole)
-    leaves, _, records = _named("to_checkpoint", state)
+    leaves, _, records = _named("to_checkpoint", state, aggregator, optimizer)
     if not whole:
         _check_layouts("to_checkpoint", leaves, "Redistribute it, or pass whole=True, which gathers.")
     entries = {
@@ -71,8 +68,8 @@ def to_checkpoint(
     for what, record in (("aggregator", aggregator), ("optimizer", optimizer)):
         if record is not None:
             entries[_METHOD[what]] = _written(function_names(record, what == "aggregator"))
-    numbers = {_VERSION: VERSION, _SUMS: list(_sums(entries).values())}
-    return entries | {name: torch.tensor(number, device="cpu") for name, number in numbers.items()}
+    sums = list(_sums(entries).values())
+    return entries | {_VERSION: torch.tensor(VERSION, device="cpu"), _SUMS: torch.tensor(sums, device="cpu")}
 
 
 def from_checkpoint(
@@ -108,8 +105,7 @@ def from_checkpoint(
         >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    _check_given("from_checkpoint", aggregator, optimizer)
-    expected, structure, records = _named("from_checkpoint", like)
+    expected, structure, records = _named("from_checkpoint", like, aggregator, optimizer)
     _check_layouts("from_checkpoint", expected, "Redistribute that of `like`.")
     _check_whole(checkpoint)
     written: dict[str, list[str]] = _read(checkpoint[_FIELDS])
@@ -139,15 +135,12 @@ def _refuse(expected: str, found: str, cure: str) -> NoReturn:
     raise ValueError(f"from_checkpoint: expected {expected}, found {found}. {cure}")
 
 
-def _check_given(where: str, aggregator: Any, optimizer: Any) -> None:
-    if aggregator is not None:
-        check_rule(aggregator, where)
+def _named(where: str, tree: Any, rule: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
+    """The leaves by name, the structure, and by name the class and the fields of each record."""
+    if rule is not None:
+        check_rule(rule, where)
     if optimizer is not None:
         check_type(where, "optimizer", optimizer, Optimizer, "Call its builder: adamw().")
-
-
-def _named(where: str, tree: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
-    """The leaves by name, the structure, and by name the class and the fields of each record."""
     leaves, structure = tree_flatten(tree)
     names, records = [""] * len(leaves), dict[str, list[str]]()
     for path, node in named_nodes(structure, len(leaves)):
@@ -177,10 +170,10 @@ def _check_layouts(where: str, leaves: dict[str, Tensor], cure: str) -> None:
 
 def _check_whole(checkpoint: Any) -> None:
     """Raise for what `to_checkpoint` did not return, and for tensors that are not as they were written."""
-    where, cure = "from_checkpoint", "Pass the flat dict of tensors that to_checkpoint returned."
-    check_mapping(where, "checkpoint", checkpoint, cure)
+    cure = "Pass the flat dict of tensors that to_checkpoint returned."
+    check_mapping("from_checkpoint", "checkpoint", checkpoint, cure)
     for name, value in checkpoint.items():
-        check_type(where, f"checkpoint[{name!r}]", value, Tensor, cure)
+        check_type("from_checkpoint", f"checkpoint[{name!r}]", value, Tensor, cure)
     entries = cast("Mapping[str, Tensor]", checkpoint)
     if _VERSION not in entries or _FIELDS not in entries:
         _refuse(f"the entries {_VERSION!r} and {_FIELDS!r}", "a dict without them", cure)
