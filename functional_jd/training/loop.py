@@ -35,12 +35,12 @@ def fit(
             `compiled` makes of that, or your own.
         state: from `train_state`, or from the last `fit`.
         batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
-            `step`; anything else, such as a tensor or a dict, is one argument. For losses that take a NamedTuple whole,
-            pass `((batch,) for batch in loader)`.
+            `step`; anything else, such as a tensor or a dict, is one argument. To pass a tuple whole, wrap it:
+            `((batch,) for batch in loader)`.
         on_step: `on_step(info, state)`, called after every step, or `on_step(info)`: `history.append`, with
             `history = []`, keeps all that plots and logs need. Whatever it raises ends the loop.
         progress: whether to show a bar of tqdm on stderr, with the losses by name, or the mean of more than four, and
-            the steps skipped. Values are fetched from the device only when the bar is drawn.
+            the steps skipped.
         patience: after so many skipped steps in a row, training ends with an error; `None`: never. After 20, there is a
             `RuntimeWarning` that names the losses. Flags are fetched from the device every ten steps.
 
@@ -48,8 +48,7 @@ def fit(
         The state after the last batch; `state` itself, if there is none.
 
     Raises:
-        TypeError: `step` is not callable, or not with what a batch holds; `batches` is not iterable.
-        ValueError: `patience` is not a positive integer.
+        TypeError: `step` cannot be called with what a batch holds; `batches` is not iterable.
         TrainingStalled: too many steps in a row were skipped.
 
     Guarantees:
@@ -108,9 +107,7 @@ def steps(
 
     Returns:
         An iterator of `(state, info)`. Every step starts from the state that the last one returned, whatever the loop
-        assigns to its own variable.
-
-    Raises: what `fit` raises.
+        assigns to its own variable. It raises what `fit` raises.
 
     Example:
         >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}

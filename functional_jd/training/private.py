@@ -53,8 +53,7 @@ def private(
         `dict(losses=, aggregator=, optimizer=)`, for `train_state(params, *batch, **method)` and `step`.
 
     Raises:
-        TypeError, ValueError: a `loss` that is no function of examples, a setting out of range, an optimizer that
-            compares losses or adds noise itself.
+        TypeError, ValueError: a setting out of range, an optimizer that compares losses or adds noise itself.
 
     Guarantees:
         Except for the noise, no example moves the optimizer's input by more than `max_norm / batch_size`, if nothing
