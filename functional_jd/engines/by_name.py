@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import combined, products_of_rows
+from functional_jd.aggregation.combine import combined
 from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.core.arguments import check_integer, check_option
-from functional_jd.core.heads import direction_with_heads, nan_unless_finite, of_groups, split_heads
-from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves
+from functional_jd.core.heads import of_groups
+from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.kinds.kind import FoundJacobian, gramian_from_rows
@@ -152,19 +152,11 @@ ENGINES: dict[str, Engine] = {
 
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of rows, which may not be finite: of their inner products if the rule needs no more."""
-    view, where = plan.view, plan.where
+    where = plan.where
     leaves = [] if plan.scale is None else tree_leaves(jacobian)
-    if plan.scale is not None and view.products == "none" and view.groups is None and not any_sharded(leaves):
-        # For rules that need no gradients, the largest magnitudes tell what overflowed.
-        rows, heads = split_heads(jacobian)
-        largest, pull = products_of_rows(where, *tree_flatten(rows), "magnitudes")
-        dims = plan.scale_state.scale.ndim
-        finite = finite_rows(largest if dims else nan_unless_finite(largest, heads), dims)
-        whole = lambda weights: (direction_with_heads(pull(weights), heads), None)
-        return Observation(values, pullback=whole, finite=finite, carried=carried)
     # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step is
     # skipped for rows or for squares that overflow.
-    if view.inner_products_suffice and all(leaf.dtype != torch.float64 for leaf in leaves):
+    if plan.view.inner_products_suffice and all(leaf.dtype != torch.float64 for leaf in leaves):
         return of_products(*gramian_from_rows((jacobian, values, carried), plan))
     rows, finite = checked(plan, jacobian)
     summed = lambda weights: (combined(where, rows, weights), None)
