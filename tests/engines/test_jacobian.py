@@ -59,20 +59,6 @@ def possible(model, kind, mode):
 # The numbers
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_each_row_is_differentiated_at_its_scale(name, kind):
-    case, m = case_of(name, kind), 3 if kind == "tasks" else 4
-    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
-    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
-        factors = getattr(scale, "scale", scale).expand(m)
-        expected = jacobian_of(case.losses, case.params, *case.args, factors=factors)
-        # What tells the modes apart is which factor a row gets.
-        for mode in ("auto", "loop") if scale is by_row else ("auto",):
-            torch.manual_seed(0)
-            rows, _ = scaled_rows(case.losses, scale, mode)(case.params, *case.args)
-            same(rows, expected, rtol=1e-4, atol=1e-8)
-
-
 @every_mode
 @every_kind
 def test_rows_come_out_unscaled_with_a_flag_for_each_scale(kind, mode):
@@ -243,25 +229,12 @@ def test_random_networks_of_random_structure_equal_the_loop(data):
     for mode in MODES:
         ones, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size)(params, x)
         same(ones, expected)
-        scaled, _ = scaled_rows(losses, scale, mode, chunk_size)(params, x)
-        same(scaled, [_times(scale, rows) for rows in expected], rtol=1e-9, atol=1e-4)
         unscaled, _, finite = jacobian_fn(losses, mode=mode, chunk_size=chunk_size, scale=scale)(params, x)
         same(unscaled, expected, rtol=1e-6, atol=1e-9)
         assert finite.all()
 
 
 # Purity
-
-
-def test_one_infinite_scale_leaves_the_other_rows_alone():
-    for mode in MODES:
-        scale = torch.tensor([1.0, torch.inf])
-        rows, _ = scaled_rows(lambda w: w * 2, scale, mode)(torch.ones(2))
-        assert rows[0].tolist() == [2, 0]
-        assert not rows[1].isfinite().all()
-        jacobian, _, finite = jacobian_fn(lambda w: w * 2, mode=mode, scale=scale)(torch.ones(2))
-        assert jacobian.tolist() == [[2, 0], [0, 0]]
-        assert finite.tolist() == [True, False]
 
 
 def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
@@ -539,56 +512,58 @@ def test_compiles_in_one_graph(kind):
     same(found, leaves(f(case.params, *case.args)))
 
 
-@pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize(("name", "kind"), [("layer_norm", "plain"), ("encoder", "by_example")])
-def test_compiles_layers_in_one_graph(name, kind):
-    case = case_of(name, kind)
-    f = torch.compile(jacobian_fn(case.losses), fullgraph=True, backend="aot_eager")
-    same(f(case.params, *case.args)[0], jacobian_of(case.losses, case.params, *case.args))
+def loop_of(w, x):
+    return jacobian_fn(lambda w, x: torch.tanh(x @ w), mode="loop")(w, x)
+
+
+def together(w, x):
+    return jacobian_fn(lambda w, x: torch.tanh(x @ w))(w, x)
+
+
+COMPILED = {
+    "the loop": loop_of,
+    "around vmap": lambda w, x: torch.vmap(lambda w: together(w, x))(torch.stack([w, 2 * w])),
+    "around grad": lambda w, x: torch.func.grad(lambda w: (together(w, x)[0] ** 2).sum())(w),
+    "unflattened": lambda w, x: jacobian_fn(lambda x: x.square().flatten().unflatten(0, (2, 3)).sum(1))(x),
+    "layer_norm": None,
+    "encoder": None,
+}
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_compiles_around_vmap_and_grad():
-    f = jacobian_fn(lambda w, x: torch.tanh(x @ w))
-    w, x = numbers(3), numbers(2, 3, seed=1)
-    slope = torch.func.grad(lambda w: (f(w, x)[0] ** 2).sum())
-    for g, arg in ((torch.vmap(lambda w: f(w, x)), torch.stack([w, 2 * w])), (slope, w)):
-        same(torch.compile(g, fullgraph=True, backend="aot_eager")(arg), leaves(g(arg)))
-
-
-@pytest.mark.usefixtures("_fresh")
-def test_compiles_the_loop():
-    f = jacobian_fn(lambda w, x: torch.tanh(x @ w), mode="loop")
-    w, x = numbers(3), numbers(2, 3, seed=1)
-    same(torch.compile(f, fullgraph=True, backend="aot_eager")(w, x), leaves(f(w, x)))
-
-
-@pytest.mark.usefixtures("_fresh")
-def test_compiles_what_is_unflattened():
-    f = jacobian_fn(lambda w: w.square().unflatten(0, (2, 3)).sum(1))
-    rows, losses = torch.compile(f, fullgraph=True, backend="eager")(torch.arange(6.0, dtype=torch.float64))
-    assert losses.tolist() == [5, 50]
-    assert rows.tolist() == [[0, 2, 4, 0, 0, 0], [0, 0, 0, 6, 8, 10]]
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_whatever_is_around_or_inside(name):
+    args, f = (numbers(3), numbers(2, 3, seed=1)), COMPILED[name]
+    if f is None:
+        case = case_of(name, "plain" if name == "layer_norm" else "by_example")
+        args, f = (case.params, *case.args), jacobian_fn(case.losses)
+    same(torch.compile(f, fullgraph=True, backend="aot_eager")(*args), leaves(f(*args)))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.inductor
 def test_compiles_with_inductor():
-    f = jacobian_fn(lambda w, x: torch.tanh(x @ w))
     w, x = numbers(3), numbers(2, 3, seed=1)
-    same(torch.compile(f, fullgraph=True)(w, x), leaves(f(w, x)))
+    same(torch.compile(together, fullgraph=True)(w, x), leaves(together(w, x)))
 
 
-@pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("mode", [*MODES, "weighted"])
 def test_heads_may_be_losses_only(mode):
     losses = multitask(lambda shared, x: torch.tanh(x @ shared), lambda _, z, x: {"a": z.sum(), "b": z.square().sum()})
     w, x = numbers(3), numbers(2, 3, seed=1)
-    jacobian, _ = jacobian_fn(losses, mode=mode)({"shared": w, "heads": {}}, x)
     z = torch.tanh(x @ w)
     slope = (1 - z**2)[:, None] * x
-    assert jacobian.heads == {}
-    torch.testing.assert_close(jacobian.shared, torch.stack([slope.sum(0), (2 * z[:, None] * slope).sum(0)]))
+    rows = torch.stack([slope.sum(0), (2 * z[:, None] * slope).sum(0)])
+    if mode == "weighted":
+        weights = torch.tensor([0.5, -2.0], dtype=torch.float64)
+        direction, _ = weighted_fn(losses)({"shared": w, "heads": {}}, x)[1](weights)
+        heads, found, expected = direction["heads"], direction["shared"], weights @ rows
+    else:
+        jacobian, _ = jacobian_fn(losses, mode=mode)({"shared": w, "heads": {}}, x)
+        (found, heads), expected = jacobian, rows
+    assert heads == {}
+    torch.testing.assert_close(found, expected)
 
 
 # Mistakes
@@ -644,6 +619,26 @@ def test_mistakes_are_named_with_their_cure(mistake, scaled):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message), torch.autocast("cpu", torch.bfloat16, enabled=scaled):
         make()
+
+
+@pytest.mark.parametrize("f", [jacobian_fn, gramian_fn, weighted_fn, squared_norms_fn])
+def test_mistakes_name_the_function_that_was_called(f):
+    for params, losses, how, kind, message in (
+        (W, W, {}, TypeError, "losses must be a function, found Tensor"),
+        (
+            W,
+            lambda w: w,
+            {"scale": torch.ones(2)},
+            ValueError,
+            r"the scale must be of shape \[\] or \[3\].*found \[2\]",
+        ),
+        (W, lambda w: w[:0], {}, ValueError, "expected at least one objective"),
+        (W, lambda w: 2.0, {}, TypeError, "losses must be .* found float"),
+        (W, lambda w: w, {"has_aux": True}, TypeError, "with has_aux=True"),
+        ({"n": W.int()}, lambda w: w, {}, TypeError, ".*torch.int32 in 'n'"),
+    ):
+        with pytest.raises(kind, match=f"^{f.__name__}: {message}"):
+            f(losses, **how)(params)
 
 
 # How "auto" goes about it: the numbers are those of the loop, whichever way it takes

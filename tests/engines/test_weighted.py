@@ -185,16 +185,6 @@ def test_the_direction_has_the_shapes_of_params_in_at_least_float32(kind, dtype)
     same([x.double() for x in leaves(direction)], wide, rtol=0.05, atol=0.5 if dtype.itemsize == 2 else 1e-5)
 
 
-def test_heads_may_be_losses_only():
-    losses = multitask(lambda s, x: torch.tanh(x @ s), lambda _, z, x: {"a": z.sum(), "b": z.square().sum()})
-    w, x = numbers(3), numbers(2, 3, seed=1)
-    direction, _ = weighted_fn(losses)({"shared": w, "heads": {}}, x)[1](WEIGHTS[:2])
-    z = torch.tanh(x @ w)
-    slope = (1 - z**2)[:, None] * x
-    assert direction["heads"] == {}
-    torch.testing.assert_close(direction["shared"], (0.5 * slope - 4 * z[:, None] * slope).sum(0))
-
-
 # Purity and price
 
 
@@ -379,12 +369,6 @@ def test_compiles_in_one_graph(kind):
 W = torch.ones(3)
 ONES = torch.ones(3, dtype=torch.float64)
 MISTAKES = {
-    "no function": (lambda: weighted_fn(W), TypeError, "weighted_fn: losses must be a function, found Tensor"),
-    "scale": (
-        lambda: weighted_fn(lambda w: w, scale=torch.ones(2))(W),
-        ValueError,
-        r"weighted_fn: the scale must be of shape \[\] or \[3\].*found \[2\]",
-    ),
     "scale's type": (lambda: weighted_fn(lambda w: w, scale=2.0), TypeError, "ScaleState or a floating-point tensor"),
     "too few": (
         lambda: weighted_fn(lambda w: w)(W)[1](ONES[:2]),
@@ -392,19 +376,10 @@ MISTAKES = {
         r"one tensor \[3\].*found torch.float64 \[2\]",
     ),
     "entrywise": (lambda: weighted_fn(lambda w: w)(W)[1]({"w": W}), ValueError, "found dict.*need the Jacobian"),
-    "no losses": (lambda: weighted_fn(lambda w: w[:0])(W), ValueError, "weighted_fn: expected at least one objective"),
-    "no tensor": (lambda: weighted_fn(lambda w: 2.0)(W), TypeError, "weighted_fn: losses must be .* found float"),
-    "no pair": (lambda: weighted_fn(lambda w: w, has_aux=True)(W), TypeError, "weighted_fn: with has_aux=True"),
-    "integers": (lambda: weighted_fn(lambda w: w)({"n": W.int()}), TypeError, "weighted_fn: .*torch.int32 in 'n'"),
     "no scalar": (
         lambda: weighted_fn(per_example(lambda w, x: w * x))(W, torch.ones(2, 3)),
         ValueError,
-        r"must be one scalar, found \[\[3\]\].*a name of its own.*\.mean\(\) is for losses.*loss\[0\]",
-    ),
-    "shared": (
-        lambda: weighted_fn(multitask(lambda s: s, lambda h, z: z))({"trunk": W}),
-        ValueError,
-        r"'shared' and 'heads', found \['trunk'\]",
+        r"must be one scalar, found \[\[3\]\]",
     ),
 }
 

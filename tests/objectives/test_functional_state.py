@@ -321,12 +321,14 @@ def test_a_call_inside_a_call_runs_again_with_the_tensors_of_each():
     assert all(isinstance(p, nn.Parameter) for p in net.parameters())
 
 
-def test_threads_that_share_a_module_and_its_checkpoints_get_their_own_gradients():
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads_that_share_a_module_and_its_checkpoints_get_their_own_gradients(shared):
     net, found = Again(), {}
+    one = fj.functional(net)
     buffers, given = dict(net.named_buffers()), sets(net, 0.5, 1.0, 1.5, 2.0)
 
     def work(k):
-        apply = fj.functional(net)  # each thread has a function of its own
+        apply = one if shared else fj.functional(net)
         row = lambda: torch.autograd.grad(apply(given[k], buffers, X)[0].square().sum(), list(given[k].values()))
         found[k] = [row() for _ in range(20)]
 

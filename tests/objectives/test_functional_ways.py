@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import importlib
-import threading
 import weakref
 from typing import NamedTuple
 
@@ -355,28 +354,6 @@ def test_what_runs_again_does_not_keep_the_graph_alive(how):
         assert run()() is None
     finally:
         gc.enable()
-
-
-def test_threads_that_share_a_module_wait_for_one_another():
-    module = made(lambda: Again("checkpoint"))
-    apply, found = fj.functional(module), {}
-    given = {k: {key: (k + 1.0) * p.detach() for key, p in module.named_parameters()} for k in range(4)}
-
-    def gradient(k):
-        points = {key: p.clone().requires_grad_() for key, p in given[k].items()}
-        return torch.autograd.grad(loss(apply(points, {}, X)[0]), list(points.values()))
-
-    def work(k):
-        found[k] = [gradient(k) for _ in range(20)]
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in given]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k in given:
-        for row in found[k]:
-            assert all(torch.equal(x, y) for x, y in zip(row, gradient(k), strict=True))
 
 
 class Failing(Base):
