@@ -11,7 +11,6 @@ from matplotlib import pyplot as plt
 
 import functional_jd as jd
 from functional_jd import plotting
-from functional_jd.diagnostics import diagnose
 
 ROWS = {"weight": torch.tensor([[2.0, 0.4], [-0.9, 0.6]], dtype=torch.float64)}
 RULES = {"mean": jd.mean(), "upgrad": jd.upgrad(), "mgda": jd.mgda()}
@@ -47,14 +46,13 @@ def _training() -> tuple[list[jd.StepInfo], list[jd.precision.ScaleState]]:
 def pictures() -> dict[str, Callable[[], Any]]:
     """How each function is called for its picture: it returns axes, or a list of them."""
     infos, states = _training()
-    shares = [diagnose(info.gramian) for info in infos if info.moved]
     two = {name: RULES[name] for name in ("mean", "upgrad")}
     t = torch.linspace(0, 1, 7, dtype=torch.float64)
     solutions = torch.stack([t.square(), (1 - t).square(), (t - 0.5).square(), (t - 0.2).abs() + 0.1], dim=1)
     cosines = torch.tensor([[1.0, -0.6, 0.3], [-0.6, 1.0, 0.1], [0.3, 0.1, 1.0]])
     return {
         "cone": partial(plotting.cone, ROWS, RULES, names=["cost", "time"]),
-        "conflicts": partial(plotting.conflicts, shares),
+        "conflicts": partial(plotting.conflicts, infos),
         "front": _front,
         "heatmap": partial(plotting.heatmap, cosines, ["left", "right", "image"]),
         "history": partial(plotting.history, infos, states),

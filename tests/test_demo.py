@@ -20,6 +20,7 @@ DIGITS = ("left digit", "right digit")
 def tiny(monkeypatch):
     monkeypatch.setattr(demo, "TRAIN_IMAGES", 64)
     monkeypatch.setattr(demo, "TEST_IMAGES", 50)
+    monkeypatch.setattr(demo, "BATCH_SIZE", 32)
 
 
 def run(capsys, *arguments):
@@ -43,15 +44,13 @@ def refusal(capsys, code, *arguments):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_table_has_a_column_per_rule_and_numbers_that_can_be(tiny, capsys, dtype):
-    rows, end = run(capsys, "--epochs", "1", "--batch-size", "32", "--dtype", dtype)
+    rows, end = run(capsys, "--epochs", "1", "--dtype", dtype)
     assert rows["after training"] == ["mean", "config"]
     assert rows["skipped steps"][1:3] == ["of", "2"]
     for side in ("left", "right"):
         for cell in rows[f"test accuracy, {side} digit"]:
             assert 0 <= float(cell.removesuffix("%")) <= 100
             assert round(float(cell.removesuffix("%")) / 2, 3).is_integer(), "one image of 50 is 2 %"
-    # Two steps from heads at zero: still close to the entropy of ten digits, log 10.
-    assert 1.5 < float(rows["test cross entropy, left digit (nats)"][0]) < 3.0
     mean, config = rows["test accuracy, left digit"]
     assert f"{mean} under mean, {config} under config" in end
     assert "the step is skipped and that scale halved" in end
@@ -122,7 +121,6 @@ def test_a_picture_is_drawn(tiny, capsys, tmp_path):
         (("--dtype", "float8"), ("--dtype", "float16", "float8")),
         (("--epochs", "0"), ("--epochs", "at least 1", "'0'")),
         (("--epochs", "1.5"), ("--epochs", "'1.5'")),
-        (("--batch-size", "-3"), ("--batch-size", "'-3'")),
         (("--seed", "one"), ("--seed", "'one'")),
         (("--seed", str(2**64)), ("--seed", "64 bits")),
         (("--device", "abacus"), ("--device", "'abacus'")),
@@ -154,7 +152,7 @@ def test_help_names_every_flag_and_default(capsys):
         demo.main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for flag in ("--rule", "--dtype", "--epochs", "--batch-size", "--device", "--seed", "--plot"):
+    for flag in ("--rule", "--dtype", "--epochs", "--device", "--seed", "--plot"):
         described = out.split(f"\n  {flag}")[1].split("\n  --")[0]
         assert "default" in described
 

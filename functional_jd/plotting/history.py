@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_integer, check_type, refuse
+from functional_jd.core.arguments import check_flag, check_type, refuse
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.safe import cosines
 from functional_jd.core.tree import tree_leaves
@@ -85,13 +84,7 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     Returns:
         The axes, logarithmic. Steps that were skipped leave gaps.
     """
-    _check_records("norms", infos, StepInfo)
-    if not _have("gramian", 2, infos):
-        raise ValueError(
-            "norms: infos must have Gramians, found none. Rules whose view is gramian leave it in the info; with "
-            "others, call diagnostics.diagnose(jacobian).norms."
-        )
-    rows = [_gramian(info).diagonal().sqrt() for info in infos]
+    rows = [gramian.diagonal().sqrt() for gramian in _gramians("norms", infos)]
     return _over_steps("norms", ax, rows, "gradient norm", infos, log=True)
 
 
@@ -125,32 +118,24 @@ def scales(
     return ax
 
 
-def conflicts(diagnoses: Sequence[Any], ax: Ax | None = None, *, every: int = 1) -> Ax:
+def conflicts(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     """Plot the share of pairs of rows that conflict against the step.
 
     Args:
-        diagnoses: records with a field `conflict`, as `diagnose` returns them; or the shares, numbers or tensors `[]`
-            in [0, 1].
+        infos: one `StepInfo` per step, of a rule whose view is `gramian`.
         ax: the axes to draw on; `None` creates a figure.
-        every: the number of steps between two records; the first record is of step 0.
 
     Returns:
-        The axes, from 0 to 100 percent.
+        The axes, from 0 to 100 percent. Steps that were skipped leave gaps.
     """
-    _check_records("conflicts", diagnoses, object)
-    check_integer("conflicts", "every", every, 1, "Pass the steps between records.")
     shares: list[Tensor] = []
-    for record in diagnoses:
-        share: Any = getattr(record, "conflict", record)
-        if not isinstance(share, Tensor | Real) or (isinstance(share, Tensor) and share.ndim):
-            cure = "Pass the diagnoses, or their shares as numbers."
-            refuse("conflicts", "diagnoses", "a list of records with a field conflict", share, cure)
-        shares.append(torch.as_tensor(share).reshape(1))
-    table = 100 * _table("conflicts", shares)
+    for gramian in _gramians("conflicts", infos):  # the rest of a diagnosis searches, which takes long with many rows
+        share = share_in_conflict(cosines(gramian.double())[0], torch.finfo(gramian.dtype).eps)
+        shares.append(torch.where(gramian.isfinite().all(), share, torch.nan).reshape(1))
+    percent = 100 * _table("conflicts", shares)[:, 0]
     ax = axes_or_new("conflicts", ax, SIZE)
-    steps = every * np.arange(len(table))
-    ax.fill_between(steps, table[:, 0], color=CONFLICT, alpha=0.25, linewidth=0)
-    ax.plot(steps, table[:, 0], color=CONFLICT, linewidth=1.6)
+    ax.fill_between(range(len(percent)), percent, color=CONFLICT, alpha=0.25, linewidth=0)
+    ax.plot(percent, color=CONFLICT, linewidth=1.6)
     ax.set_ylim(-3, 103)
     return _finish(ax, "pairs in conflict (%)", [])
 
@@ -181,7 +166,7 @@ def history(
     if states:
         plots.append(partial(scales, states, infos))
     if has_gramians:
-        plots.append(partial(conflicts, [_conflict(info) for info in infos]))
+        plots.append(partial(conflicts, infos))
     ax = stacked_axes((SIZE[0], 2.2 * len(plots)), len(plots)) if ax is None else ax
     several = isinstance(ax, Sequence | np.ndarray)
     if not several or len(ax) != len(plots):
@@ -233,19 +218,15 @@ def _have(field: str, ndim: int, infos: Sequence[StepInfo]) -> bool:
     return all(isinstance(x := getattr(info, field), Tensor) and x.ndim == ndim for info in infos)
 
 
-def _gramian(info: StepInfo) -> Tensor:
-    """The Gramian of a step that was taken; of others, in which rows may be missing, NaN."""
-    return torch.where(torch.as_tensor(info.moved), torch.as_tensor(info.gramian), torch.nan)
-
-
-def _conflict(info: StepInfo) -> Tensor:
-    """The share of pairs of rows that conflict in a step, `[]`; NaN in one that was not taken.
-
-    That alone of a diagnosis: the rest searches, which takes long with many rows.
-    """
-    gramian = _gramian(info).detach()
-    share = share_in_conflict(cosines(gramian.double())[0], torch.finfo(gramian.dtype).eps)
-    return torch.where(gramian.isfinite().all(), share, torch.nan)
+def _gramians(where: str, infos: Sequence[StepInfo]) -> list[Tensor]:
+    """The Gramians of steps that were taken; of others, in which rows may be missing, NaN."""
+    _check_records(where, infos, StepInfo)
+    if not _have("gramian", 2, infos):
+        raise ValueError(
+            f"{where}: infos must have Gramians, found none. Rules whose view is gramian leave it in the info; with "
+            "others, plot fields of diagnostics.diagnose(jacobian)."
+        )
+    return [torch.where(torch.as_tensor(x.moved), torch.as_tensor(x.gramian).detach(), torch.nan) for x in infos]
 
 
 def _over_steps(

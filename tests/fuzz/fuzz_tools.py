@@ -70,10 +70,7 @@ PLOTTING = {
         },
         {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES},
     ),
-    "conflicts": _plot(
-        plotting.conflicts,
-        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())], "ax": _axes(), "every": 2},
-    ),
+    "conflicts": _plot(plotting.conflicts, lambda: {"infos": _records(), "ax": _axes()}),
     "descend": Call(
         plotting.descend,
         lambda: {

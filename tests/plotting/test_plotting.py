@@ -59,6 +59,13 @@ def _infos(steps=12, skipped=(4,), m=2):
     ]
 
 
+def _gramian_infos():
+    """Three steps of a rule that receives Gramians: a conflict, a skipped step, and no conflict."""
+    J = torch.tensor([[3.0, 4.0], [-1.0, 0.0]])
+    steps = zip(_infos(3), [J @ J.T, torch.zeros(2, 2), J.abs() @ J.abs().T], (True, False, True), strict=True)
+    return [info._replace(gramian=gramian, moved=torch.tensor(moved)) for info, gramian, moved in steps]
+
+
 def _states(steps=12):
     return [jd.scale_state(2.0 ** (16 - k // 5), shape=(2,)) for k in range(steps)]
 
@@ -75,7 +82,7 @@ PICTURES = {
     "losses": lambda ax: plotting.losses(_infos(), ax),
     "weights": lambda ax: plotting.weights(_infos(), ax),
     "scales": lambda ax: plotting.scales(_states(), _infos(), ax),
-    "conflicts": lambda ax: plotting.conflicts([0.0, torch.tensor(0.5), 1.0], ax),
+    "conflicts": lambda ax: plotting.conflicts(_gramian_infos(), ax),
     "trajectories": lambda ax: plotting.trajectories(QUADRATICS, _short_path(QUADRATICS), ax),
     "front": lambda ax: plotting.front(
         {"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax, reference=torch.ones(2)
@@ -361,11 +368,7 @@ def test_wide_axes_are_logarithmic_and_their_ticks_plain_numbers():
 
 
 def test_gramians_in_the_infos_give_norms_and_conflicts():
-    J = torch.tensor([[3.0, 4.0], [-1.0, 0.0]])
-    gramians = [J @ J.T, torch.zeros(2, 2), J.abs() @ J.abs().T]
-    moved = [torch.tensor(k != 1) for k in range(3)]
-    infos = [i._replace(gramian=G, moved=yes) for i, G, yes in zip(_infos(3), gramians, moved, strict=True)]
-    drawn = plotting.history(infos)
+    drawn = plotting.history(_gramian_infos())
     assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "gradient norm", "pairs in conflict (%)"]
     np.testing.assert_allclose(_lines(drawn[2])["a"].get_ydata(), [5.0, np.nan, 5.0])
     np.testing.assert_allclose(_lines(drawn[2])["b"].get_ydata(), [1.0, np.nan, 1.0])
@@ -401,14 +404,6 @@ def test_rows_whose_losses_were_replaced_by_means_are_numbered():
     assert _labels(losses) == ["edge", "inside"]
     for ax in (weights, norms):
         assert _labels(ax) == [f"row {index}" for index in range(8)]
-
-
-def test_conflicts_are_shares_or_diagnoses_at_every_few_steps():
-    gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
-    ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
-    np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
-    (line,) = plotting.conflicts([0.0, 0.5, 1.0], every=10).get_lines()
-    np.testing.assert_array_equal(line.get_xydata(), [[0, 0], [10, 50], [20, 100]])
 
 
 def test_the_history_puts_all_pictures_above_each_other():
@@ -641,7 +636,7 @@ WRONG = [
     (lambda: plotting.heatmap(torch.eye(2), ["one"]), "heatmap: expected one name for each of 2"),
     (lambda: plotting.norms(_infos()), r"norms: infos must have Gramians, found none.*diagnose"),
     (lambda: plotting.weights(ENTRYWISE), "weights: infos must have weights"),
-    (lambda: plotting.conflicts([0.5], every=0), "every must be an integer of at least 1, found 0"),
+    (lambda: plotting.conflicts(_infos()), r"conflicts: infos must have Gramians, found none.*diagnose"),
     (lambda: plotting.quadratics(0.5), r"quadratics: condition must be a finite number >= 1, found 0\.5"),
     (lambda: plotting.quadratics(math.inf), "quadratics: condition must be a finite number >= 1, found inf"),
     (
