@@ -1,0 +1,217 @@
+"""The direction of a batch that comes in parts, since memory does not hold it at once."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
+from functional_jd.aggregation.observation import Observation
+from functional_jd.core.arguments import refuse
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.rows import at_least_float32, of_distinct
+from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map
+from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
+from functional_jd.engines.by_name import of_rows, rows_of_plan
+from functional_jd.engines.evaluate import check_losses, evaluate_losses
+from functional_jd.engines.plan import Engine, Plan
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import select
+from functional_jd.precision.scale_state import ScaleState, no_scale
+from functional_jd.torch_compat.slow_path import random_state, set_random_state
+from functional_jd.training.checks import detach_parameters
+from functional_jd.training.driver import observe, pulled, weighed
+from functional_jd.training.prepare import prepare
+
+_WHERE = "accumulate"
+
+
+@displayed_as(outline)
+class Accumulated(NamedTuple):
+    """What `accumulate` returns.
+
+    Attributes:
+        direction: that of the whole batch; it may be anything if `moved` is false.
+        weights: one per row, as in `StepInfo`.
+        losses: their means over the parts; of `per_example` losses those of all examples, the first part's first.
+        finite: bool with the scale's shape: which losses and rows are finite in all parts.
+        moved: bool `[]`: whether all of them are, so that the optimizer may take its step.
+        scale: the next loss scale.
+        state: what the rule remembers, for the next call; what was given if `moved` is false.
+        buffers: those of the last part; those that were given if `moved` is false.
+    """
+
+    direction: Direction
+    weights: Weights
+    losses: Losses
+    finite: Tensor
+    moved: Tensor
+    scale: ScaleState
+    state: Tree
+    buffers: Tree
+
+
+def accumulate(
+    losses: LossFunction,
+    parts: Iterable[tuple[Any, ...]],
+    *,
+    params: Params,
+    aggregator: Aggregator,
+    state: Tree = None,
+    scale: ScaleState | None = None,
+    buffers: Tree = (),
+) -> Accumulated:
+    """Find the direction of a batch, one part after the other.
+
+    Args:
+        losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch, and the parts are
+            equally large.
+        parts: the parts of the batch: for each, the tuple of the arguments after the parameters (and buffers).
+        params: as for `train_state`.
+        aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
+        state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
+        scale: a loss scale `[]` or `[m]`; `[]` for `per_example` losses. None is no scaling.
+        buffers: as for `train_state`. Each part receives those that the part before returned.
+
+    Returns:
+        `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.
+
+    Raises:
+        TypeError: a part that is no tuple; errors of `train_state`.
+        ValueError: no parts; parts with different losses; a scale `[m]` or losses by name under `per_example`.
+
+    Guarantees:
+        Equal to rounding to the whole batch, if there are no buffers.
+        A rule that needs no gradients costs one backward pass for each part and memory for one direction. If it looks at
+        losses, or if these are of examples, they are evaluated twice. Other rules keep their rows and those of a part.
+        Pure; composes with vmap, grad and compile.
+
+    Example:
+        >>> losses = lambda params, x: (x * params["w"]).square().mean(0)
+        >>> parts = [(torch.ones(2, 3),), (torch.zeros(2, 3),)]
+        >>> found = accumulate(losses, parts, params={"w": torch.ones(3)}, aggregator=mean())
+        >>> found.direction["w"], bool(found.moved)
+        (tensor([0.3333, 0.3333, 0.3333]), True)
+    """
+    check_losses(_WHERE, losses, 0, False)
+    check_rule(aggregator, _WHERE)
+    leaves, _ = floating_leaves(params, _WHERE)
+    parts = [*parts]
+    if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(_WHERE, "parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
+    own, scale = detach_parameters(params), no_scale(device=leaves[0].device) if scale is None else scale
+
+    def plan_of(part: tuple[Any, ...], buffers: Tree) -> Plan:
+        return prepare(_WHERE, losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
+
+    plan = plan_of(parts[0], buffers)
+    examples = plan.kind.rows_are_examples
+    if plan.kind.several_sets or (examples and scale.scale.ndim):
+        wanted = "one scale []" if scale.scale.ndim else "one loss without a name"
+        raise ValueError(f"{_WHERE}: per_example losses in parts must have {wanted}, found several. Pass one.")
+    run = _Run(parts, plan_of, buffers, 1.0 if examples else 1 / len(parts), examples, not plan.differentiable)
+    if plan.view.products == "none":
+        seen, memory, found, next_buffers = _by_weights(run, plan, state)
+    else:
+        rows, values, next_buffers = run.summed(lambda plan: rows_of_plan(plan), joined=examples)
+        seen = observe(plan, Engine(lambda plan: of_rows(plan, rows, values, ())))
+        with autocast_disabled():
+            memory = initial_state(plan.rule, plan.view, seen) if state is None else state
+            found = weighed(plan, seen, memory)
+    with autocast_disabled():
+        direction, (finite, moved, following) = pulled(plan, seen, found)
+    kept = select(moved, (found.memory, next_buffers), (memory, buffers))
+    return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *kept)
+
+
+class _Run(NamedTuple):
+    """A walk through the parts.
+
+    Attributes:
+        parts: the parts.
+        plan_of: `plan_of(part, buffers)`.
+        buffers: those of the first part.
+        share: what a part counts in the sums.
+        examples: whether the losses of parts stand one after the other; else their mean counts.
+        in_place: whether sums may be added to in place.
+    """
+
+    parts: list[tuple[Any, ...]]
+    plan_of: Callable[..., Plan]
+    buffers: Tree
+    share: float
+    examples: bool
+    in_place: bool
+
+    def summed(self, find: Callable[[Plan], tuple[Any, Losses, Any]], *, joined: bool = False) -> tuple[Any, Losses, Tree]:
+        """The weighted sum of the first that `find` returns of each part, or all of them joined; losses, and buffers."""
+        total, each, buffers = None, [], self.buffers
+        many: list[Any] = []
+        for part in self.parts:
+            plan = self.plan_of(part, buffers)
+            found, values, carried = find(plan)
+            buffers = plan.next_buffers(carried[0])
+            if each and described_leaves(values) != described_leaves(each[0]) and not self.examples:
+                raise ValueError(
+                    f"{_WHERE}: all parts must have the same losses, found {described_leaves(each[0])} and then "
+                    f"{described_leaves(values)}. For an objective that a part does not have, return 0 * another loss."
+                )
+            each.append(values)
+            if joined:
+                many.append(found)
+            else:
+                total = self.add(total, found)
+        values = _joined(each) if self.examples else tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
+        return _joined(many) if joined else total, values, buffers
+
+    def add(self, total: Any, found: Any) -> Any:
+        wide = tree_map(at_least_float32, found)
+        if total is None:
+            return tree_map(lambda x: x.mul_(self.share) if self.in_place else x * self.share, wide)
+        add = Tensor.add_ if self.in_place else torch.add
+        return tree_map(lambda own, x: add(own, x, alpha=self.share), total, wide)
+
+
+def _joined(trees: list[Any]) -> Any:
+    return tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
+
+
+def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, Any, Tree]:
+    """One backward pass for each part, with weights that look at no gradient."""
+    known, sizes, draws = None, [], None
+    if plan.view.losses or run.examples:
+        draws = None if plan.differentiable else random_state()
+        with nullcontext() if plan.differentiable else torch.no_grad():
+            _, known, _ = run.summed(lambda plan: _losses_of(plan, sizes))
+        if draws is not None:
+            set_random_state(draws)
+    decided: list[Any] = []
+    flags: list[Tensor] = []
+    pieces: Iterator[int] = iter(range(len(run.parts)))
+
+    def one(plan: Plan) -> tuple[Direction, Losses, Any]:
+        values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
+        with autocast_disabled():
+            if not decided:
+                seen = Observation(values if known is None else known)
+                memory = initial_state(plan.rule, plan.view, seen) if state is None else state
+                decided[:] = [memory, weighed(plan, seen, memory)]
+            place, own = next(pieces), decided[1].own
+            own = of_distinct(lambda each: each.split(sizes)[place], own) if run.examples else own
+            direction, finite = pull(own, last=True)
+        flags.extend([] if finite is None else [finite])
+        return direction, values, carried
+
+    direction, values, buffers = run.summed(one)
+    finite = torch.stack(flags).all(0) if flags else None
+    memory, found = decided
+    return Observation(values, pullback=lambda _: (direction, finite)), memory, found, buffers
+
+
+def _losses_of(plan: Plan, sizes: list[int]) -> tuple[Tree, Losses, Any]:
+    """The losses alone, and how many there are."""
+    _, (values, carried) = evaluate_losses(plan.losses, plan.args, plan._replace(examples=plan.kind.rows_are_examples))
+    sizes.append(sum(leaf.numel() for leaf in tree_leaves(values)))
+    return (), values, carried

@@ -1,0 +1,168 @@
+"""The direction of a batch in parts, next to that of the whole batch by `step`."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rule_table import RULES, rule_of
+from simulated import check_same, simulated
+from torch.utils.flop_counter import FlopCounterMode
+
+import functional_jd as jd
+
+NAMES = "abc"
+RULES_OF_STEPS = [name for name in RULES if name not in {"krum", "grouped", "modo", "sdmgrad"}]
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+X, Y = numbers(12, 4), numbers(12, 3, seed=1)
+SHARED = {"w": numbers(4, 5, seed=2), "b": numbers(5, seed=3)}
+HEADS = {name: numbers(5, seed=4 + i) for i, name in enumerate(NAMES)}
+
+
+def trunk(shared, x, *_):
+    return torch.tanh(x @ shared["w"] + shared["b"])
+
+
+def heads(own, h, x, y):
+    return {name: (h @ own[name] - y[:, i]).square().mean() for i, name in enumerate(NAMES)}
+
+
+def plain(shared, x, y):
+    return heads(HEADS, trunk(shared, x), x, y)
+
+
+KINDS = {
+    "plain": (plain, SHARED),
+    "multitask": (jd.multitask(trunk, heads), {"shared": SHARED, "heads": HEADS}),
+    "per_example": (jd.per_example(lambda p, x, y: (trunk(p, x).sum() - y).square().mean()), SHARED),
+}
+
+
+def parts(n=4, of=(X, Y)):
+    return list(zip(*(x.chunk(n) for x in of), strict=True))
+
+
+def whole(losses, params, rule, scale=None):
+    """What a step on the whole batch reports and moves."""
+    how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(1.0)}
+    state = jd.train_state(params, X, Y, scale=scale, **how)
+    new, info = jd.step(state, X, Y, **how)
+    return torch.utils._pytree.tree_map(torch.sub, params, new.params), new, info
+
+
+@pytest.mark.filterwarnings("ignore:train_state")
+@pytest.mark.parametrize("shape", [None, (), (3,)], ids=["no scale", "one", "each"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_give_the_direction_of_the_whole_batch(kind, shape):
+    if kind == "per_example" and shape == (3,):
+        return
+    losses, params = KINDS[kind]
+    scale = None if shape is None else jd.scale_state(shape=shape)
+    for name in RULES_OF_STEPS:
+        if kind == "per_example" and name in ("constant", "stch", "tchebycheff", "cosmos", "pbi", "epo"):
+            continue
+        rule = rule_of(name)
+        direction, state, info = whole(losses, params, rule, scale)
+        start = jd.train_state(params, X, Y, losses=losses, aggregator=rule, optimizer=jd.sgd(1.0)).aggregator
+        found = jd.accumulate(losses, parts(), params=params, aggregator=rule, state=start, scale=scale)
+        close = {"rtol": 1e-6, "atol": 1e-7, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(found.direction, direction, **close)
+        torch.testing.assert_close(found.losses, info.losses, **close)
+        torch.testing.assert_close(found.state, state.aggregator, **close)
+        torch.testing.assert_close(found.scale, state.scale, **close)
+        assert found.moved
+
+
+@given(st.integers(1, 6), st.sampled_from(["mean", "upgrad"]), st.sampled_from([*KINDS]))
+def test_any_number_of_parts_gives_one_direction(n, rule, kind):
+    losses, params = KINDS[kind]
+    split = [(X[i::n][: 12 // n], Y[i::n][: 12 // n]) for i in range(n)] if 12 % n == 0 else parts(1)
+    found, expected = (jd.accumulate(losses, p, params=params, aggregator=rule_of(rule)) for p in (split, parts(1)))
+    torch.testing.assert_close(found.direction, expected.direction, rtol=1e-7, atol=1e-9)
+
+
+def test_no_row_is_made_for_a_rule_that_needs_none():
+    work = []
+    for rule in (jd.mean(), jd.upgrad()):
+        with FlopCounterMode(display=False) as counter:
+            jd.accumulate(plain, parts(), params=SHARED, aggregator=rule)
+        work.append(counter.get_total_flops())
+    with FlopCounterMode(display=False) as counter:
+        jd.weighted_fn(plain)(SHARED, X, Y)[1](torch.ones(3))
+    assert work[0] == counter.get_total_flops() < work[1]
+
+
+@pytest.mark.parametrize("rule", [jd.mean(), jd.upgrad(), jd.imtl_l()])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_part_that_is_not_finite_flags_its_loss_alone_and_moves_nothing(rule, poison):
+    scale = jd.scale_state(shape=3)
+    start = jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=scale)
+    bad = Y.clone()
+    bad[5, 1] = poison
+    found = jd.accumulate(
+        plain, parts(of=(X, bad)), params=SHARED, aggregator=rule, state=start.state, scale=start.scale
+    )
+    assert found.finite.tolist() == [True, False, True]
+    assert not found.moved
+    torch.testing.assert_close((found.state, found.scale), (start.state, start.scale), rtol=0, atol=0)
+
+
+def test_buffers_and_keys_go_from_part_to_part():
+    def counted(params, buffers, x, y):
+        noise = jd.random.normal(buffers["key"], x.shape, dtype=x.dtype)
+        return plain(params, x + 0.1 * noise, y), {
+            "count": buffers["count"] + len(x),
+            "key": jd.random.split(buffers["key"])[0],
+        }
+
+    buffers = {"count": torch.zeros(()), "key": jd.random.key(0)}
+    for rule in (jd.mean(), jd.stch(), jd.upgrad()):
+        found = jd.accumulate(counted, parts(), params=SHARED, aggregator=rule, buffers=buffers)
+        assert found.buffers["count"] == 12
+        now, total = buffers, 0
+        for x, y in parts():
+            values, now = counted(SHARED, now, x, y)
+            total = total + torch.stack([*values.values()]) / 4
+        assert torch.equal(found.buffers["key"], now["key"])
+        torch.testing.assert_close(torch.stack([*found.losses.values()]), total)
+
+
+def test_transforms_and_compiled():
+    take = lambda params, factor: jd.accumulate(
+        lambda p, x, y: plain(p, x * factor, y), parts(), params=params, aggregator=jd.upgrad()
+    ).direction["b"]
+    factors = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    batched = torch.vmap(take, (None, 0))(SHARED, factors)
+    torch.testing.assert_close(batched, torch.stack([take(SHARED, f) for f in factors]))
+    torch.testing.assert_close(jd.compiled(take, backend="eager")(SHARED, factors[0]), batched[0])
+    slope = torch.func.grad(lambda f: take(SHARED, f).sum())(factors[0])
+    ends = [take(SHARED, factors[0] + h).sum() for h in (1e-5, -1e-5)]
+    torch.testing.assert_close(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [jd.mean(), jd.upgrad(), jd.uw()])
+def test_on_an_accelerator(rule):
+    with simulated() as device:
+        own, params, of_device, scale = device.put((HEADS, SHARED, parts(), jd.scale_state(shape=3)))
+        there = lambda p, x, y: heads(own, trunk(p, x), x, y)
+        found = jd.accumulate(there, of_device, params=params, aggregator=rule, scale=scale)
+        check_same(device.get(found), jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=jd.scale_state(shape=3)))
+
+
+def test_what_is_refused():
+    call = lambda p, losses=plain, **more: jd.accumulate(losses, p, params=SHARED, aggregator=jd.upgrad(), **more)
+    some = lambda params, x, y: plain(params, x, y) if len(x) == 3 else {"a": plain(params, x, y)["a"]}
+    cases = [
+        (lambda: call([]), TypeError, "parts must be at least one tuple"),
+        (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
+        (lambda: call([(X[:3], Y[:3]), (X[:4], Y[:4])], some), ValueError, r"the same losses.*return 0 \* another loss"),
+        (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, "one scale"),
+        (lambda: call(parts(), scale=jd.scale_state(shape=2)), ValueError, r"of shape \[\] or \[3\]"),
+    ]
+    for make, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            make()
