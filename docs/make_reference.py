@@ -19,6 +19,7 @@ TASKS = {
     "make one direction of the rows": ["aggregate"],
     "choose how objectives count": ["mean", "upgrad", "config", "nash_mtl"],
     "train: one step, or a loop": ["train_state", "step", "fit"],
+    "train on a batch that comes in parts": ["accumulate"],
     "compile a step, or any pure function": ["compiled"],
     "keep a loop or a trainer (Lightning, Accelerate), and get weights for the losses": ["weigh", "weights_fn"],
     "choose an optimizer": ["sgd", "adamw", "from_torch", "from_transformation", "line_search"],

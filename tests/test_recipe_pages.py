@@ -279,9 +279,7 @@ def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
 @pytest.mark.parametrize("spoiled", [None, "price", "x"])
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_accumulated_parts_skip_and_scale_as_a_step_of_the_whole_batch(shown, spoiled, shape):
-    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "jacobian = share" in code]
-    if not shape:
-        block = block.replace("torch.stack(known).all(0)", "torch.stack(known).all()")
+    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "jd.accumulate(" in code]
     batch = {name: shown[name].clone() for name in ("x", "kind", "price")}
     if spoiled:
         batch[spoiled][5] = torch.inf
@@ -296,36 +294,6 @@ def test_accumulated_parts_skip_and_scale_as_a_step_of_the_whole_batch(shown, sp
     torch.testing.assert_close(found.params, expected.params, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0)
 
-
-def test_parts_that_are_accumulated_draw_with_keys_of_their_own(shown):
-    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "def noisy" in code]
-    part = tuple(shown[name][:8] for name in ("x", "kind", "price"))
-    session = shown | {"parts": [part] * 3}
-    exec(compile(block, "recipes", "exec"), session)
-    key, expected = jd.random.key(0), []
-    for _ in range(3):
-        losses, key = session["noisy"](session["state"].params, key, *part)
-        expected.append(losses["price"])
-    torch.testing.assert_close([found["price"] for found in session["found"]], expected, rtol=0, atol=0)
-    assert torch.equal(session["buffers"], key)
-    assert len(set(map(float, expected))) == 3
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jd.autocast(f, torch.bfloat16)], ids=["float32", "bfloat16"])
-def test_one_part_of_tasks_with_buffers_is_the_step(shown, wrap):
-    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "one_by_one" in code]
-    part, start = tuple(shown[name][:8] for name in ("x", "kind", "price")), jd.random.key(3)
-    session = shown | {"parts": [part]}
-    exec(compile(block, "recipes", "exec"), session)
-    how = {"losses": wrap(session["tasks"]), "aggregator": jd.upgrad(), "optimizer": jd.adamw(lr=1e-3)}
-    state = jd.train_state(session["split"], *part, buffers=start, **how)
-    expected, _ = jd.step(state, *part, **how)
-    differentiate = jd.jacobian_fn(wrap(session["one_by_one"]), has_aux=True)
-    jacobian, (_, key) = differentiate(state.params, start, *part)
-    direction = jd.aggregate(how["aggregator"], jacobian, state.aggregator).direction
-    params, moments = how["optimizer"].update(direction, state.optimizer, state.params)
-    found = params, moments, key
-    torch.testing.assert_close(found, (expected.params, expected.optimizer, expected.buffers), rtol=0, atol=0)
 
 
 def trained(shown, state, method, steps):

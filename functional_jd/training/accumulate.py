@@ -66,7 +66,7 @@ def accumulate(
     """Find the direction of a batch, one part after the other.
 
     Args:
-        losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch, and the parts are
+        losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch. The parts are
             equally large.
         parts: the parts of the batch: for each, the tuple of the arguments after the parameters (and buffers).
         params: as for `train_state`.
@@ -84,8 +84,8 @@ def accumulate(
 
     Guarantees:
         Equal to rounding to the whole batch, if there are no buffers.
-        A rule that needs no gradients costs one backward pass for each part and memory for one direction. If it looks at
-        losses, or if these are of examples, they are evaluated twice. Other rules keep their rows and those of a part.
+        A rule that needs no gradients costs one backward pass for each part, and memory for one direction. If it looks
+        at losses, or if these are of examples, they are evaluated twice. Other rules keep all rows and those of a part.
         Pure; composes with vmap, grad and compile.
 
     Example:
@@ -145,8 +145,10 @@ class _Run(NamedTuple):
     examples: bool
     in_place: bool
 
-    def summed(self, find: Callable[[Plan], tuple[Any, Losses, Any]], *, joined: bool = False) -> tuple[Any, Losses, Tree]:
-        """The weighted sum of the first that `find` returns of each part, or all of them joined; losses, and buffers."""
+    def summed(
+        self, find: Callable[[Plan], tuple[Any, Losses, Any]], *, joined: bool = False
+    ) -> tuple[Any, Losses, Tree]:
+        """The weighted sum of the first that `find` returns of each part, or all joined; losses, and buffers."""
         total, each, buffers = None, [], self.buffers
         many: list[Any] = []
         for part in self.parts:

@@ -131,6 +131,21 @@ def test_buffers_and_keys_go_from_part_to_part():
         torch.testing.assert_close(torch.stack([*found.losses.values()]), total)
 
 
+def test_one_part_is_the_step_with_buffers_of_a_trunk_too():
+    def features(shared, key, x, y):
+        now, key = jd.random.split(key)
+        return trunk(shared, x + 0.1 * jd.random.normal(now, x.shape, dtype=x.dtype)), key
+
+    losses = jd.multitask(features, lambda own, h, key, x, y: (heads(own, h, x, y), key))
+    params, key = KINDS["multitask"][1], jd.random.key(0)
+    for rule in (jd.mean(), jd.upgrad()):
+        how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(1.0)}
+        state, _ = jd.step(jd.train_state(params, X, Y, buffers=key, **how), X, Y, **how)
+        found = jd.accumulate(losses, parts(1), params=params, aggregator=rule, buffers=key)
+        moved = torch.utils._pytree.tree_map(torch.sub, params, found.direction)
+        torch.testing.assert_close((moved, found.buffers), (state.params, state.buffers), rtol=1e-12, atol=1e-12)
+
+
 def test_transforms_and_compiled():
     take = lambda params, factor: jd.accumulate(
         lambda p, x, y: plain(p, x * factor, y), parts(), params=params, aggregator=jd.upgrad()
@@ -150,7 +165,10 @@ def test_on_an_accelerator(rule):
         own, params, of_device, scale = device.put((HEADS, SHARED, parts(), jd.scale_state(shape=3)))
         there = lambda p, x, y: heads(own, trunk(p, x), x, y)
         found = jd.accumulate(there, of_device, params=params, aggregator=rule, scale=scale)
-        check_same(device.get(found), jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=jd.scale_state(shape=3)))
+        check_same(
+            device.get(found),
+            jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=jd.scale_state(shape=3)),
+        )
 
 
 def test_what_is_refused():
@@ -159,7 +177,11 @@ def test_what_is_refused():
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
-        (lambda: call([(X[:3], Y[:3]), (X[:4], Y[:4])], some), ValueError, r"the same losses.*return 0 \* another loss"),
+        (
+            lambda: call([(X[:3], Y[:3]), (X[:4], Y[:4])], some),
+            ValueError,
+            r"the same losses.*return 0 \* another loss",
+        ),
         (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, "one scale"),
         (lambda: call(parts(), scale=jd.scale_state(shape=2)), ValueError, r"of shape \[\] or \[3\]"),
     ]
