@@ -295,7 +295,6 @@ def test_accumulated_parts_skip_and_scale_as_a_step_of_the_whole_batch(shown, sp
     torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0)
 
 
-
 def trained(shown, state, method, steps):
     for _ in range(steps):
         state, _ = jd.step(state, shown["x"], shown["kind"], shown["price"], **method)
