@@ -11,16 +11,18 @@ from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count
 from functional_jd.core.arguments import check_type, refuse
-from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import at_least_float32
+from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.tree import all_finite, tree_leaves
+from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate
+from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows, unscaled_rows
+from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.scale_state import ScaleState, no_scale
+from functional_jd.torch_compat.backward import to_dense
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.weights import group_of_batch, weights_and_memory
 
@@ -104,14 +106,13 @@ def weigh(
     if scale is not None and scale.scale.shape not in ((), (m,)):
         cure = f"Create it with scale_state(shape={m})."
         refuse(_WHERE, "scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
-    view, factors = as_view(aggregator.view), None if scale is None else [*scale.scale.expand(m).unbind()]
-    points = None
+    view, points = as_view(aggregator.view), None
     if view.products != "none":
         points = _points(losses, parameters if features is None else features, features is None)
     if group is not None and state is None:
         check_alike(_WHERE, losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
-        seen, finite = _observed(losses, view, points, factors, group)
+        seen, finite = _observed(losses, view, points, None if scale is None else scale.scale, m, group)
     how: Any = {"rule": aggregator, "view": view, "leaves": points or [], "guarded": False, "scale_state": no_scale()}
     first = None if group is None else partial(replicate, group=group)
     weights, memory = weights_and_memory(Plan(_WHERE, False, None, False, **how), seen, state, first, finite)
@@ -120,16 +121,15 @@ def weigh(
 
 
 def _observed(
-    losses: Losses, view: View, points: list[Tensor] | None, factors: list[Tensor] | None, group: Any
+    losses: Losses, view: View, points: list[Tensor] | None, scale: Tensor | None, m: int, group: Any
 ) -> tuple[Observation, Tensor]:
     """The losses, their rows if there are points, and which are finite, of all ranks."""
-    values = _elements(losses)
-    finite, rows = torch.stack([value.detach() for value in values]).isfinite(), None
+    known, rows = [leaf.detach() for leaf in tree_leaves(losses)], None
+    finite = torch.cat([leaf.reshape(-1) for leaf in known]).isfinite()
     if points is not None:
-        rows, of_rows = _rows(values, points, factors)
+        rows, of_rows = _rows(tree_leaves(losses), points, scale, m)
         # A loss that is not finite may reach the rows of others.
         finite = torch.where(finite.all(), of_rows, finite)
-    known = [leaf.detach() for leaf in tree_leaves(losses)]
     if group is not None:
         known, finite = mean_over_group(known, group), agree(finite, group)
         rows = rows if rows is None else mean_over_group(rows, group)
@@ -143,7 +143,7 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
     """The tensors by which to differentiate."""
     name = "parameters" if are_parameters else "features"
     leaves = tree_leaves(list(given) if isinstance(given, Iterator) else given)
-    for loss, value in zip(objective_names(losses), _elements(losses), strict=True):
+    for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not value.requires_grad:
             raise ValueError(
                 f"{_WHERE}: losses must carry a graph, found none in {loss!r}. Compute it from the model, outside of "
@@ -158,29 +158,20 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
     return points
 
 
-def _elements(losses: Losses) -> list[Tensor]:
-    """The m losses, in leaf order."""
-    return [value for leaf in tree_leaves(losses) for value in leaf.reshape(-1).unbind()]
-
-
-def _rows(values: list[Tensor], points: list[Tensor], factors: list[Tensor] | None) -> tuple[list[Tensor], Tensor]:
+def _rows(outputs: list[Tensor], points: list[Tensor], scale: Tensor | None, m: int) -> tuple[list[Tensor], Tensor]:
     """The rows, a tensor `[m, *p]` for each point, without the scale, and which are finite."""
-    like = at_least_float32 if factors else lambda x: x
-    rows = [like(point.detach().new_empty(())).new_zeros(len(values), *point.shape) for point in points]
-    reached, finite = False, []
-    for i, value in enumerate(values):
-        scaled = value if factors is None else value * factors[i]
-        found: Any = torch.autograd.grad(scaled, points, retain_graph=True, allow_unused=True)
-        for row, gradient in zip(rows, found, strict=True):
-            if gradient is not None:
-                reached = True
-                row[i].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                if factors is not None:
-                    row[i].div_(factors[i])
-        finite.append(all_finite([row[i] for row in rows]))
-    if not reached:
+
+    def pullback(cotangent: list[Tensor | None]) -> list[Tensor | None]:
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None]
+        ys, cotangents = zip(*pairs, strict=True)
+        return to_dense(torch.autograd.grad(ys, points, cotangents, retain_graph=True, allow_unused=True))
+
+    factors = outputs[0].new_ones(m) if scale is None else scale.expand(m)
+    found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
+    if all(row is None for row in found):
         raise ValueError(
             f"{_WHERE}: losses must depend on what they are differentiated by, found none that does. Pass the "
             "parameters of the model that computed them, or features in their graph."
         )
-    return rows, torch.stack(finite)
+    rows = dense(found if scale is None else unscaled_rows(found, factors), points, m)
+    return rows, torch.stack([magnitudes(as_matrix(row)) for row in rows]).amax(0) < torch.inf

@@ -119,6 +119,16 @@ def test_sparse_gradients_are_rows_as_dense_ones_are():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("scale", [None, jd.scale_state(8.0), jd.scale_state(8.0, shape=3)])
+def test_numbers_and_leaves_that_one_loss_alone_reaches_have_rows(scale):
+    s, w = (torch.tensor(x, requires_grad=True) for x in (2.0, [1.0, -1.0]))
+    losses = {"a": s.square(), "b": torch.stack([s * w.sum(), (w - 3).square().sum()])}
+    rows = [torch.tensor([4.0, 0.0, 0.0]), torch.tensor([[0.0, 0.0], [2.0, 2.0], [-4.0, -8.0]])]
+    found = jd.weigh(losses, [s, w], jd.upgrad(), scale=scale)
+    torch.testing.assert_close(found.weights, jd.aggregate(jd.upgrad(), rows).weights.float())
+    assert found.finite.all()
+
+
 def test_features_give_the_weights_of_rows_at_the_features():
     net, (x, y) = model(), batch()
     features = net[:2](x)
