@@ -8,7 +8,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View, losses
-from functional_jd.core.arguments import Number, check_flag, check_function
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function
+from functional_jd.core.safe import nan_unless
 from functional_jd.core.types import Weights
 from functional_jd.torch_compat.slow_path import refuse_export
 
@@ -94,11 +95,16 @@ def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]
     return stateless(losses, lambda values: gradient(values, *(f(values) for f in given)))
 
 
-def learned_with(s: Callable[[Tensor, Tensor], Tensor], record: Callable[[Tensor], Any], rate: Number) -> Aggregator:
-    """A rule that minimises `s(losses, v)` in both: v, from 0, takes one step of gradient descent in every call."""
+def learned_with(
+    where: str, s: Callable[[Tensor, Tensor], Tensor], record: Callable[[Tensor], Any], rate: Number
+) -> Aggregator:
+    """A rule that minimises `s(losses, v)` in both: v, from 0, takes one step of gradient descent in every call.
+
+    There is no minimum for negative losses: their weights are NaN.
+    """
 
     def update(values: Tensor, state: Any) -> tuple[Tensor, Any]:
         weights, slope = torch.func.grad(s, argnums=(0, 1))(values, state[0])
-        return weights, record(state[0] - rate * slope)
+        return nan_unless(values >= 0, weights), record(state[0] - rate * slope)
 
-    return Aggregator(losses, lambda values: record(torch.zeros_like(values)), update)
+    return Aggregator(losses, lambda values: record(torch.zeros_like(values)), update, takes=(where, NOT_NEGATIVE))

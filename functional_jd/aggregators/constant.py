@@ -12,8 +12,9 @@ def constant(weights: Numbers) -> Aggregator:
     `weights_i = given_i`
 
     Args:
-        weights: `[m]`, one per objective, floating-point; any sign, not normalised. Copied: later changes to the tensor
-            have no effect. Keep it on the Jacobian's device, else every call copies it there.
+        weights: `[m]`, one per objective in the order of `objective_names(losses)`, which sorts the keys of a dict;
+            floating-point; any sign, not normalised. Copied: later changes to the tensor have no effect. Keep it on the
+            Jacobian's device, else every call copies it there.
 
     Returns:
         A rule that needs no gradients: a step costs one weighted backward pass. Its weights are float64 and

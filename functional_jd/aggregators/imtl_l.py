@@ -35,7 +35,8 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
 
     Laws:
         The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
-        losses converge to `exp(v) = 1 / L`, with all scaled losses 1: so losses must be positive, else v diverges.
+        losses converge to `exp(v) = 1 / L`, with all scaled losses 1. Losses must be
+        positive: v diverges at 0, and weights are NaN for negative losses.
         `uw(2 rate)` has half the weights. Losses far above `1 / rate` make v overshoot in the first call, and return by
         `rate` per call: divide losses by their initial values. Non-finite losses give a non-finite state: keep the
         previous one.
@@ -49,7 +50,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("imtl_l", "rate", rate, POSITIVE, "The default is 0.1.")
 
-    return learned_with(value, ImtlLState, rate)
+    return learned_with("imtl_l", value, ImtlLState, rate)
 
 
 def value(losses: Tensor, log_scales: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def uw(rate: Number = 0.1) -> Aggregator:
 
     Laws:
         The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
-        losses converge to `exp(v) = L`, with all weighted losses 1/2: so losses must be positive, else v diverges.
+        losses converge to `exp(v) = L`, with all weighted losses 1/2. Losses must be
+        positive: v diverges at 0, and weights are NaN for negative losses.
         Losses far above `2 / rate` make v overshoot in the first call, and return by `rate / 2` per call: divide losses
         by their initial values. Non-finite losses give a non-finite state: keep the previous one.
 
@@ -48,7 +49,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("uw", "rate", rate, POSITIVE, "The default is 0.1.")
 
-    return learned_with(value, UwState, rate)
+    return learned_with("uw", value, UwState, rate)
 
 
 def value(losses: Tensor, log_variances: Tensor) -> Tensor:

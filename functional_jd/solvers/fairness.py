@@ -6,8 +6,8 @@ from torch import Tensor
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.solvers.search import Solver, empty, matvec, opaque, per_problem, solve
 
-# Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite,
-# 120 for powers of 50 on rows that cancel: the host takes up to twice this number.
+# Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
+# The host takes up to twice the number: 120 for powers of 50 on rows that cancel.
 _STEPS = 80
 # Problems that take more steps than this are tested for rounding, which keeps their steps from shrinking.
 _REGULAR = 10

@@ -1,0 +1,242 @@
+"""Public reports on functional calls, vmap, random numbers, checkpoints and gradients of examples: see README.md."""
+
+import warnings
+
+import pytest
+import torch
+from bounds import check_stable, check_within, eps
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import functional_jd as jd
+
+DOUBLE = torch.float64
+
+
+def values_of(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def taken(losses, params, *batch, rule=None, **start):
+    """The direction of one step: by how much gradient descent with rate one moves each parameter."""
+    how = {"losses": losses, "aggregator": rule or jd.total(), "optimizer": jd.sgd(1.0)}
+    state, info = jd.step(jd.train_state(params, *batch, **how, **start), *batch, **how)
+    assert info.moved
+    return {name: params[name].detach() - state.params[name] for name in params}
+
+
+def rows_of_loop(module, loss, examples):
+    """The gradients of all examples by a loop of plain torch, `{name: [m, *p]}`; zeros where a loss does not reach."""
+    names, tensors = zip(*module.named_parameters(), strict=True)
+    rows = [torch.autograd.grad(loss(x), tensors, allow_unused=True) for x in examples]
+    columns = zip(*rows, strict=True)
+    given = [[torch.zeros_like(p) if g is None else g for g in c] for p, c in zip(tensors, columns, strict=True)]
+    return {name: torch.stack(column) for name, column in zip(names, given, strict=True)}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.embed(ids)))
+
+
+class Twice(nn.Module):
+    """A layer and a norm that are used twice, and a layer that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.norm = nn.Linear(4, 4), nn.Linear(4, 2), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.used(torch.tanh(self.norm(self.used(x)))))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, use=True):
+        super().__init__()
+        self.first, self.last, self.use = nn.Linear(3, 8), nn.Linear(8, 2), use
+
+    def forward(self, x):
+        f = lambda x: torch.tanh(self.first(x))
+        return self.last(checkpoint(f, x, use_reentrant=False) if self.use else f(x))
+
+
+def test_a_tied_weight_has_one_name_and_the_gradient_of_both_uses():
+    torch.manual_seed(0)
+    net, ids = Tied().double(), torch.tensor([1, 4, 4])
+    apply = jd.functional(net)
+    found = taken(lambda p, ids: apply(p, {}, ids)[0].square().mean(0), values_of(net), ids)
+    assert list(found) == ["embed.weight"]
+    expected = torch.autograd.grad(net(ids).square().mean(0).sum(), net.embed.weight)[0]
+    check_within(found["embed.weight"], expected, 64 * eps() * expected.abs().max())
+    both = {"embed.weight": net.embed.weight.detach(), "out.weight": net.embed.weight.detach() + 1}
+    with pytest.raises(ValueError, match=r"out\.weight"):
+        taken(lambda p, ids: apply(p, {}, ids)[0].square().mean(0), both, ids)
+
+
+@pytest.mark.parametrize("rule", [jd.upgrad(), jd.clipped(0.1)], ids=["upgrad", "clipped"])
+@pytest.mark.parametrize(
+    ("make", "examples"),
+    [(Tied, torch.tensor([[1, 4], [2, 2], [0, 6]])), (Twice, torch.linspace(-1, 2, 12, dtype=DOUBLE).view(3, 4).cos())],
+    ids=["tied", "twice"],
+)
+def test_gradients_of_examples_of_shared_layers(make, examples, rule):
+    torch.manual_seed(0)
+    net = make().double()
+    apply = jd.functional(net)
+    losses = jd.per_example(lambda p, x: apply(p, {}, x)[0].pow(3).sum())
+    how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(1.0)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "train_state: no loss reaches")
+        state, _ = jd.step(jd.train_state(values_of(net), examples, **how), examples, **how)
+    rows = rows_of_loop(net, lambda x: net(x).pow(3).sum(), examples)
+    found = {name: p.detach() - state.params[name] for name, p in net.named_parameters()}
+    check_stable(found, lambda rows: jd.aggregate(rule, rows).direction, rows)
+
+
+def test_a_frozen_weight_beside_a_bias_that_is_trained():
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=DOUBLE)
+    net.weight.requires_grad_(False)
+    apply = jd.functional(net)
+    trained, constant = jd.objectives.partition(dict(net.named_parameters()), lambda name, p: p.requires_grad)
+    loss = lambda p, x: apply(jd.objectives.merge(p, constant), {}, x)[0].square().sum()
+    squares, *_ = jd.squared_norms_fn(jd.per_example(loss))(trained, x)
+    expected = 4 * net(x).square().sum(1)
+    check_within(squares, expected.detach(), 64 * eps() * expected.detach())
+    how = {"losses": jd.per_example(lambda p, x: apply(p, {}, x)[0].sum()), "aggregator": jd.clipped(1.0)}
+    with pytest.raises(ValueError, match=r"found frozen 'weight'.*partition"):
+        jd.train_state(dict(net.named_parameters()), x, optimizer=jd.sgd(0.1), **how)
+
+
+def test_dropout_in_losses_of_examples_draws_a_mask_for_each():
+    x, p = torch.ones(64, 8), torch.ones(8)
+    torch.manual_seed(0)
+    J, _ = jd.jacobian_fn(jd.per_example(lambda p, x: functional.dropout(p * x, 0.5).sum()))(p, x)
+    assert set(J.unique().tolist()) == {0.0, 2.0}
+    assert len(J.unique(dim=0)) > 32
+
+
+def test_the_same_key_draws_the_same_mask_in_every_call_and_in_a_hessian():
+    f, p = jd.random.keyed(lambda p: (functional.dropout(p, 0.5) ** 2).sum()), torch.ones(6)
+    key = jd.random.key(3)
+    assert f(key, p) == f(key, p)
+    H = torch.func.hessian(lambda p: f(key, p))(p)
+    mask = jd.random.keyed(lambda p: functional.dropout(p, 0.5))(key, p)
+    assert torch.equal(H, torch.diag(2 * mask.square()))
+    many = torch.vmap(torch.func.hessian(lambda p: f(key, p)), randomness="different")(p.expand(2, 6))
+    assert torch.equal(many, H.expand(2, 6, 6))
+
+
+@pytest.mark.parametrize("examples", [True, False])
+def test_checkpoints_and_offloaded_activations_in_losses(examples):
+    torch.manual_seed(0)
+    net, x = Recomputed().double(), torch.randn(6, 3, dtype=DOUBLE)
+    plain = Recomputed(use=False).double()
+    plain.load_state_dict(net.state_dict())
+    rule = jd.clipped(0.1) if examples else jd.upgrad()
+
+    def losses_of(module, offload=False):
+        apply = jd.functional(module)
+
+        def loss(p, x):
+            if offload:
+                with torch.autograd.graph.save_on_cpu():
+                    return apply(p, {}, x)[0].square()
+            return apply(p, {}, x)[0].square()
+
+        return jd.per_example(lambda p, x: loss(p, x).sum()) if examples else lambda p, x: loss(p, x).mean(0)
+
+    expected = taken(losses_of(plain), values_of(net), x, rule=rule)
+    for losses in (losses_of(net), losses_of(plain, offload=True)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", jd.SlowPathWarning)
+            found = taken(losses, values_of(net), x, rule=rule)
+        assert examples == any("saved tensor hooks" in str(w.message) for w in told)
+        for name in expected:
+            check_within(found[name], expected[name], 256 * eps() * (1 + expected[name].abs().max()))
+
+
+def test_batch_normalization_in_an_ensemble_and_in_losses_of_examples():
+    torch.manual_seed(0)
+    net, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
+        torch.randn(6, 3, dtype=DOUBLE),
+    )
+    apply, params = jd.functional(net), values_of(net)
+    buffers = {name: b.expand(2, *b.shape) for name, b in net.named_buffers()}
+    several = {name: torch.stack([p, p + 0.1]) for name, p in params.items()}
+    _, moved = torch.vmap(apply, in_dims=(0, 0, None))(several, buffers, x)
+    for k in range(2):
+        _, alone = apply({name: p[k] for name, p in several.items()}, {name: b[k] for name, b in buffers.items()}, x)
+        check_within(moved["1.running_mean"][k], alone["1.running_mean"], 64 * eps())
+    one = jd.per_example(lambda p, x: apply(p, dict(net.named_buffers()), x[None])[0].sum())
+    with pytest.raises(ValueError, match=r"batch_norm of a batch of one.*Use eval mode"):
+        jd.train_state(params, x, losses=one, aggregator=jd.clipped(1.0), optimizer=jd.sgd(0.1))
+
+
+def test_layers_and_losses_that_write_in_place():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3, dtype=DOUBLE)
+
+    def filled(p, x):
+        out, y = torch.zeros(2, dtype=DOUBLE), functional_call(net, p, x)
+        out[0] = y[:, 0].square().mean()
+        out[1] += y[:, 1].square().mean()
+        return out
+
+    found = taken(filled, values_of(net), x, rule=jd.upgrad())
+    rows = rows_of_loop(net, lambda k: net(x)[:, k].square().mean(), range(2))
+    check_stable(found, lambda rows: jd.aggregate(jd.upgrad(), rows).direction, rows)
+
+
+def test_a_batch_that_the_losses_change_in_place_is_changed_once():
+    """As in a loop of plain torch, though the losses are also called when training starts."""
+    x, p = torch.tensor([[1.0, 2.0], [0.5, -1.0]]), {"w": torch.ones(2)}
+
+    def losses(p, x):
+        x.sub_(1.0)
+        return {"a": (x @ p["w"]).square().mean(), "b": (x @ p["w"] - 1).square().mean()}
+
+    start = x.clone()
+    found = taken(losses, p, x)
+    assert torch.equal(x, start - 1)
+    w = p["w"].clone().requires_grad_()
+    expected = torch.autograd.grad(sum(losses({"w": w}, start.clone()).values()), w)[0]
+    check_within(found["w"], expected, 64 * eps(torch.float32) * expected.abs().max())
+
+
+def test_sharpness_aware_losses_of_several_tasks():
+    torch.manual_seed(0)
+    x, p = torch.randn(8, 3, dtype=DOUBLE), {"w": torch.ones(3, dtype=DOUBLE)}
+    values = lambda p, x: {"a": (x @ p["w"] - 1).square().mean(), "b": (x @ p["w"] + x[:, 0]).square().mean()}
+
+    def sharp(p, x):
+        slope = torch.func.grad(lambda p: sum(values(p, x).values()))(p)["w"]
+        return values({"w": p["w"] + (0.05 * slope / slope.norm()).detach()}, x)
+
+    found = taken(sharp, p, x, rule=jd.upgrad())
+    w = p["w"].clone().requires_grad_()
+    slope = torch.autograd.grad(sum(values({"w": w}, x).values()), w)[0]
+    above = (p["w"] + 0.05 * slope / slope.norm()).requires_grad_()
+    rows = [torch.autograd.grad(loss, above)[0] for loss in values({"w": above}, x).values()]
+    check_stable(found["w"], lambda J: jd.aggregate(jd.upgrad(), J).direction, torch.stack(rows))
+
+
+@pytest.mark.parametrize("optimizer", [jd.adamw(0.1), jd.from_torch(torch.optim.Adam, lr=0.1)], ids=["own", "torch"])
+def test_states_hold_no_graph_and_no_memory_of_later_states(optimizer):
+    how = {"losses": lambda p: {"a": p.square().sum(), "b": (p - 1).square().sum()}, "aggregator": jd.upgrad()}
+    first, _ = jd.step(jd.train_state(torch.ones(3), optimizer=optimizer, **how), optimizer=optimizer, **how)
+    leaves = torch.utils._pytree.tree_leaves(first)
+    kept, state = [x.clone() for x in leaves], first
+    for _ in range(3):
+        state, _ = jd.step(state, optimizer=optimizer, **how)
+    assert all(torch.equal(x, y) for x, y in zip(kept, leaves, strict=True))
+    assert all(x.grad_fn is None for x in torch.utils._pytree.tree_leaves(state))

@@ -1,0 +1,173 @@
+"""Public reports on several losses, their weights, accumulation and differential equations: see README.md."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_stable, check_within, eps
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+import functional_jd as jd
+
+DOUBLE = torch.float64
+
+
+def method(losses, optimizer=None, rule=None):
+    return {"losses": losses, "aggregator": rule or jd.upgrad(), "optimizer": optimizer or jd.sgd(0.1)}
+
+
+def test_heads_of_different_sizes_and_a_rule_for_the_trunk_alone():
+    torch.manual_seed(0)
+    x, a, b = torch.randn(8, 4), torch.randn(8, 1), torch.randn(8, 5)
+    params = {"shared": torch.randn(4, 3), "heads": {"a": torch.randn(3, 1), "b": torch.randn(3, 5)}}
+    tasks = jd.multitask(
+        lambda w, x, *targets: torch.tanh(x @ w),
+        lambda own, h, x, a, b: {"a": (h @ own["a"] - a).square().mean(), "b": (h @ own["b"] - b).square().mean()},
+    )
+    key = jd.random.key(0)
+    how = method(tasks, rule=jd.pcgrad(key))
+    found, _ = jd.step(jd.train_state(params, x, a, b, **how), x, a, b, **how)
+    plain = lambda p, *batch: tasks.heads(p["heads"], tasks.features(p["shared"], *batch), *batch)
+    both = method(plain, rule=jd.grouped({"shared": jd.pcgrad(key), "heads": jd.total()}))
+    other, _ = jd.step(jd.train_state(params, x, a, b, **both), x, a, b, **both)
+    assert torch.equal(found.params["shared"], other.params["shared"])
+    for name in "ab":
+        assert torch.equal(found.params["heads"][name], other.params["heads"][name])
+
+
+def test_three_rows_that_pcgrad_conflicts_with_and_upgrad_does_not():
+    torch.manual_seed(0)
+    least = {"pcgrad": 0.0, "upgrad": 0.0}
+    for J in torch.randn(100, 3, 3, dtype=DOUBLE):
+        for name, rule in (("pcgrad", jd.pcgrad(jd.random.key(0))), ("upgrad", jd.upgrad())):
+            gains = J @ jd.aggregate(rule, J).direction / J.norm(dim=1)
+            least[name] = min(least[name], float(gains.min()))
+    assert least["pcgrad"] < -0.1
+    assert least["upgrad"] > -(2.0**-40)
+
+
+@pytest.mark.parametrize("name", ["upgrad", "config", "pcgrad", "nash_mtl", "gradnorm", "uw"])
+def test_each_batch_has_labels_of_one_task(name):
+    rules = {"pcgrad": lambda: jd.pcgrad(jd.random.key(0)), "gradnorm": lambda: jd.gradnorm(1.5, 0.05)}
+    torch.manual_seed(0)
+    x, y, p = torch.randn(9, 4), torch.randn(9), torch.randn(4, 3)
+
+    def losses(p, x, y, task):
+        known = {name: task == k for k, name in enumerate("abc")}
+        error = ((x @ p) - y[:, None]).square()
+        return {
+            n: torch.where(m, error[:, k], 0).sum() / m.sum().clamp(min=1) for k, (n, m) in enumerate(known.items())
+        }
+
+    how = method(losses, rule=rules.get(name, getattr(jd, name))())
+    state = jd.train_state(p, x, y, torch.arange(9) % 3, **how)
+    for k in range(6):
+        before = state.params
+        state, info = jd.step(state, x, y, torch.full((9,), k % 3), **how)
+        assert info.moved
+        moved = (state.params != before).any(0)
+        assert moved.tolist() == [k % 3 == j for j in range(3)]
+
+
+def test_weights_by_gradients_at_the_features():
+    torch.manual_seed(0)
+    x, values = torch.randn(8, 4), {"trunk": torch.randn(4, 3), "a": torch.randn(3), "b": torch.randn(3)}
+    params = {name: p.requires_grad_() for name, p in values.items()}
+    h = torch.tanh(x @ params["trunk"])
+    losses = torch.stack([(h @ params["a"] - 1).square().mean(), (h @ params["b"] + 1).square().mean()])
+    found = jd.weigh(losses, list(params.values()), jd.aligned_mtl(), features=h).weights
+    rows = torch.stack([torch.autograd.grad(loss, h, retain_graph=True)[0].flatten() for loss in losses])
+    check_within(found, jd.aggregate(jd.aligned_mtl(), rows).weights, 64 * eps(torch.float32))
+
+
+def test_an_unknown_coefficient_of_an_equation_is_found_and_compiles():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(16, dtype=DOUBLE)
+    start = {"u": {name: p.detach() for name, p in net.named_parameters()}, "k": torch.tensor(0.5, dtype=DOUBLE)}
+
+    def losses(p, x):
+        u = lambda x: functional_call(net, p["u"], x.reshape(1))[0]
+        slope, bend = torch.func.grad(u), torch.func.grad(torch.func.grad(u))
+        residual = torch.vmap(slope)(x) + p["k"] * torch.vmap(u)(x) + 1e-3 * torch.vmap(bend)(x)
+        return {"equation": residual.square().mean(), "known": (p["k"] - 1).square()}
+
+    how = method(losses, jd.adamw(0.01, weight_decay=0.0))
+    state = jd.train_state(start, x, **how)
+    once, _ = jd.step(state, x, **how)
+    compiled, _ = torch.compile(partial(jd.step, **how), fullgraph=True, backend="aot_eager")(state, x)
+    for name, p in once.params["u"].items():
+        check_within(compiled.params["u"][name], p, 64 * eps() * (1 + p.abs().max()))
+    for _ in range(200):
+        state, info = jd.step(state, x, **how)
+    assert abs(state.params["k"] - 1) < 1e-3
+    assert info.losses["equation"] < 1e-3
+
+
+def test_reported_losses_are_those_before_weights_in_the_order_of_names():
+    losses = lambda p: {"pde": {"y": p[0] ** 2, "x": p[1] ** 2}, "bc": p[2] ** 2}
+    how = method(losses, rule=jd.constant([1.0, 10.0, 100.0]))
+    _, info = jd.step(jd.train_state(torch.tensor([1.0, 2.0, 3.0]), **how), **how)
+    assert jd.objective_names(info.losses) == ["bc", "pde.x", "pde.y"]
+    assert info.weights.tolist() == [1, 10, 100]
+    assert [info.losses["bc"].item(), info.losses["pde"]["x"].item(), info.losses["pde"]["y"].item()] == [9, 4, 1]
+    with pytest.raises(TypeError, match="order of objective_names"):
+        jd.constant({"bc": 1.0, "pde": 10.0})
+
+
+def test_a_moving_average_of_parameters_and_statistics():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(8, 3)
+    apply = jd.functional(net)
+
+    def losses(p, b, x):
+        y, b = apply(p, b, x)
+        return {"a": y.square().mean(), "b": (y - 1).square().mean()}, b
+
+    how = method(losses)
+    state = jd.train_state(dict(net.named_parameters()), x, buffers=dict(net.named_buffers()), **how)
+    average = lambda old, new: torch.lerp(new, old, 0.9) if new.is_floating_point() else new
+    mean, expected = state.buffers, state.buffers["1.running_mean"].double()
+    for k in range(5):
+        state, _ = jd.step(state, x, **how)
+        mean = tree_map(average, mean, state.buffers)
+        expected = 0.9 * expected + 0.1 * state.buffers["1.running_mean"]
+        assert mean["1.num_batches_tracked"] == k + 1
+    check_within(mean["1.running_mean"], expected, 16 * eps(torch.float32))
+
+
+def test_parts_with_different_numbers_of_tokens_add_up_to_the_whole_batch():
+    torch.manual_seed(0)
+    W, x, y = torch.randn(5, 7, dtype=DOUBLE), torch.randn(6, 9, 5, dtype=DOUBLE), torch.randint(7, (6, 9))
+    mask = (torch.rand(6, 9) < torch.tensor([0.9, 0.1, 0.5, 0.2, 0.95, 0.3])[:, None]).double()
+
+    def losses(W, x, y, mask, count):
+        scores = x @ W
+        entropy = functional.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(mask.shape)
+        sizes = scores.logsumexp(-1).square()
+        return {"entropy": (entropy * mask).sum() / count, "size": (sizes * mask).sum() / count}
+
+    whole, _ = jd.jacobian_fn(losses)(W, x, y, mask, mask.sum())
+    parts = zip(x.split(2), y.split(2), mask.split(2), strict=True)
+    added = sum(jd.jacobian_fn(losses)(W, *part, mask.sum())[0] for part in parts)
+    check_stable(jd.aggregate(jd.upgrad(), added).direction, lambda J: jd.aggregate(jd.upgrad(), J).direction, whole)
+
+
+@pytest.mark.parametrize("rule", ["uw", "imtl_l"])
+def test_learned_weights_raise_for_negative_losses_and_wait_for_later_ones(rule):
+    """Their variances or scales would grow without end, and the weights with them."""
+    losses = lambda p, shift: {"likelihood": (p - 1).square().sum() - shift, "other": (p - 2).square().sum()}
+    how, p = method(losses, rule=getattr(jd, rule)()), torch.zeros(2)
+    with pytest.raises(ValueError, match=rf"not negative.* for {rule}, found -3 in 'likelihood'"):
+        jd.train_state(p, torch.tensor(5.0), **how)
+    state = jd.train_state(p, torch.tensor(0.0), **how)
+    for shift in itertools.repeat(5.0, 3):
+        same, info = jd.step(state, torch.tensor(shift), **how)
+        assert not info.moved
+        assert torch.equal(same.params, state.params)
+        assert torch.equal(same.aggregator[0], state.aggregator[0])
+    state, info = jd.step(same, torch.tensor(0.0), **how)
+    assert info.moved

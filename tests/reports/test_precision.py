@@ -1,0 +1,181 @@
+"""Public reports on float16, bfloat16, loss scales and values that are not finite: see README.md."""
+
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_within, eps
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+
+import functional_jd as jd
+
+
+def method(losses, optimizer=None, rule=None):
+    return {"losses": losses, "aggregator": rule or jd.upgrad(), "optimizer": optimizer or jd.sgd(0.1)}
+
+
+def test_sums_over_more_pixels_than_float16_has_numbers():
+    x, y = torch.ones(1, 512, 512), torch.ones(1, 512, 512)
+
+    def losses(p, x, y):
+        scores = functional.conv2d(x[None], p["w"])[0]
+        z = torch.sigmoid(scores)
+        overlap = 2 * (z * y).sum() / (z.sum() + y.sum())
+        return {"cross entropy": functional.binary_cross_entropy_with_logits(scores, y), "dice": 1 - overlap}
+
+    start = {"w": torch.full((1, 1, 1, 1), 0.5)}
+    values, found = jd.autocast(losses)(start, x, y), losses(start, x, y)
+    for name in found:
+        check_within(values[name], found[name], 8 * eps(torch.float16))
+    how = method(jd.autocast(losses))
+    _, info = jd.step(jd.train_state(start, x, y, scale=jd.scale_state(shape=(2,)), **how), x, y, **how)
+    assert info.moved
+    by_hand = method(lambda p, x: {"dice": 1 - (x * p).half().sum() / x.sum().half(), "size": p.square().sum()})
+    state = jd.train_state(torch.ones(()), x, scale=jd.scale_state(shape=(2,)), **by_hand)
+    with pytest.raises(jd.TrainingStalled, match="losses were not finite themselves: dice"):
+        jd.fit(partial(jd.step, **by_hand), state, [(x,)] * 5, patience=3)
+
+
+def test_boxes_keep_float32_under_autocast():
+    box = torch.tensor([0.0, 0.0, 841.0, 5.2])
+
+    def overlap(p):
+        sides = (torch.minimum(box[2:], p[2:]) - torch.maximum(box[:2], p[:2])).clamp(min=0)
+        area = lambda b: (b[2] - b[0]) * (b[3] - b[1])
+        return (sides.prod() / (area(box) + area(p) - sides.prod()))[None]
+
+    p = torch.tensor([1.0, 0.0, 841.0, 5.1])
+    value = jd.autocast(overlap)(p)
+    assert value.dtype == torch.float32
+    check_within(value, overlap(p.double()), 8 * eps(torch.float32))
+
+
+def test_one_of_two_parts_overflows():
+    """Each with an optimizer of its own: nothing moves, and one scale backs off, until it fits."""
+    losses = lambda p: {"d": (p["d"].half() * 30).sum().float(), "g": p["g"].square().sum()}
+    both = jd.by_label({"g": jd.sgd(0.1), "d": jd.adamw(0.1)}, lambda name, leaf: name)
+    how, start = method(losses, both), {"d": torch.ones(2), "g": torch.ones(2)}
+    state = jd.train_state(start, scale=jd.scale_state(shape=(2,)), **how)
+    for k in range(5):
+        state, info = jd.step(state, **how)
+        assert info.finite.tolist() == [False, True]
+        assert state.scale.scale.tolist() == [2.0 ** (15 - k), 2.0**16]
+        assert all(torch.equal(state.params[name], start[name]) for name in start)
+        assert state.optimizer["d"].steps == 0
+    state, info = jd.step(state, **how)
+    assert info.moved
+    assert state.optimizer["d"].steps == 1
+
+
+def test_what_a_step_reports_and_takes_is_unscaled_once():
+    losses = lambda p: {"a": p.square().sum(), "b": (p - 1).square().sum()}
+    how, p = method(losses), torch.tensor([0.3, 0.7])
+    plain, expected = jd.step(jd.train_state(p, **how), **how)
+    scaled, info = jd.step(jd.train_state(p, scale=jd.scale_state(shape=(2,)), **how), **how)
+    assert torch.equal(plain.params, scaled.params)
+    assert torch.equal(info.gramian, expected.gramian)
+    assert torch.equal(info.losses["a"], expected.losses["a"])
+
+
+def test_a_schedule_waits_for_skipped_steps():
+    losses = lambda p: {"a": (p.half() * 60000).sum().float() * 1e-4, "b": p.square().sum()}
+    how = method(losses, jd.sgd(lr=lambda steps: 0.1 / (1 + steps)))
+    state, count = jd.train_state(torch.ones(1), scale=jd.scale_state(), **how), 0
+    for k in range(12):
+        state, info = jd.step(state, **how)
+        assert info.moved or k < 6
+        count += int(info.moved)
+        assert state.optimizer.steps == count
+
+
+@pytest.mark.parametrize("scale", [None, jd.scale_state()])
+def test_steps_that_are_too_long_are_left_out_and_the_scale_goes_on(scale):
+    def cautious(inner, largest):
+        def update(direction, state, params):
+            length = jd.optimizers.global_norm(direction)
+            return jd.precision.select(length < largest, inner.update(direction, state, params), (params, state))
+
+        return jd.Optimizer(inner.init, update)
+
+    how = method(lambda p, x: (p * x).square().sum()[None], cautious(jd.sgd(0.1), 5.0))
+    state, x = jd.train_state(torch.ones(2), torch.ones(2), scale=scale, **how), torch.ones(2)
+    after, _ = jd.step(state, x, **how)
+    same, _ = jd.step(after, 100 * x, **how)
+    again, _ = jd.step(same, x, **how)
+    check_within(after.params, torch.full((2,), 0.8), 8 * eps(torch.float32))
+    assert torch.equal(same.params, after.params)
+    check_within(again.params, torch.full((2,), 0.64), 8 * eps(torch.float32))
+
+
+def test_a_gradient_penalty_in_float16():
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+
+    def losses(p, x):
+        slope = torch.func.grad(lambda x: torch.tanh(functional_call(net, p, x)).sum())(x)
+        return {"fit": functional_call(net, p, x).square().mean(), "slope": (slope.norm(dim=1) - 1).square().mean()}
+
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    plain, _ = jd.step(jd.train_state(start, x, **method(losses)), x, **method(losses))
+    how, scale = method(jd.autocast(losses)), jd.scale_state(2.0**10, shape=(2,))
+    found, info = jd.step(jd.train_state(start, x, scale=scale, **how), x, **how)
+    assert info.moved
+    for name in start:
+        check_within(found.params[name], plain.params[name], 16 * eps(torch.float16))
+
+
+def test_a_scale_stays_where_the_loss_itself_is_not_finite():
+    how = method(lambda p: {"good": (p - 1).square().sum(), "log": torch.log(p - 2).sum()})
+    state = jd.train_state(torch.ones(2), scale=jd.scale_state(shape=(2,)), **how)
+    for _ in range(40):
+        state, info = jd.step(state, **how)
+    assert not info.moved
+    assert state.scale.scale.tolist() == [2.0**16, 2.0**16]
+
+
+@pytest.mark.parametrize("guilty", ["root", "where"])
+def test_a_branch_that_is_not_taken_and_a_root_at_zero_name_their_loss(guilty):
+    """Their derivatives are NaN in torch. Other losses keep their rows, flags and scales."""
+    named = {"root": lambda p: p.square().sum().sqrt(), "where": lambda p: torch.where(p < 0, torch.sqrt(p), p).sum()}
+    losses = lambda p: {"a": p.norm(), "b": (p - 1).square().sum(), guilty: named[guilty](p)}
+    zero = torch.zeros(3)
+    J, _ = jd.jacobian_fn(losses, mode="loop")(zero)
+    assert J.isfinite().all(1).tolist() == [True, True, False]
+    assert torch.equal(J[0], zero)
+    how = method(losses)
+    state, info = jd.step(jd.train_state(zero, scale=jd.scale_state(shape=(3,)), **how), **how)
+    assert info.finite.tolist() == [True, True, False]
+    assert state.scale.scale.tolist() == [2.0**16, 2.0**16, 2.0**15]
+    assert torch.equal(state.params, zero)
+
+
+@pytest.mark.parametrize("rule", [jd.upgrad(), jd.constant([1.0, 0.0])], ids=["upgrad", "constant"])
+def test_a_weight_of_zero_does_not_hide_what_is_not_finite(rule):
+    how = method(lambda p: {"a": p.square().sum(), "bad": (0 * torch.log(p - 5)).sum()}, rule=rule)
+    state, info = jd.step(jd.train_state(torch.ones(2), **how), **how)
+    assert not info.moved
+    assert torch.equal(state.params, torch.ones(2))
+    assert "bad" in str(info)
+
+
+def test_a_mean_over_no_points_is_reported_by_name():
+    how = method(lambda p, x, b: {"inside": (x * p - 1).square().mean(), "wall": (b * p).square().mean()})
+    state = jd.train_state(torch.ones(()), torch.ones(4), torch.ones(2), **how)
+    with pytest.raises(jd.TrainingStalled, match="losses were not finite themselves: wall"):
+        jd.fit(partial(jd.step, **how), state, [(torch.ones(4), torch.ones(0))] * 4, patience=3)
+    state, info = jd.step(state, torch.ones(4), torch.ones(2), **how)
+    assert info.moved
+
+
+@pytest.mark.parametrize("optimizer", [jd.adamw(6e-4), jd.sgd(6e-4)], ids=["adamw", "sgd"])
+def test_small_updates_need_parameters_in_float32(optimizer):
+    """An update below half the distance to the next bfloat16 number rounds away; limits.md tells it."""
+    losses = jd.autocast(lambda p: {"a": p.sum(), "b": 2 * p.sum()}, torch.bfloat16)
+    how = method(losses, optimizer)
+    for dtype, moves in ((torch.bfloat16, False), (torch.float32, True)):
+        state = jd.train_state(torch.ones(4, dtype=dtype), **how)
+        for _ in range(20):
+            state, _ = jd.step(state, **how)
+        assert bool((state.params < 1).all()) == moves
