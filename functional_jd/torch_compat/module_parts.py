@@ -119,13 +119,15 @@ def _take_back(part: nn.Module, name: str, registered: bool) -> None:
         )
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def _tensors_in(container: Any) -> list[Tensor]:
     """The tensors in a container. Long ones hold data, and take too long to search in every call."""
-    if value.__class__ is Tensor:
-        return [value]
-    if value.__class__ not in _CONTAINERS or len(value) > _LONG:
-        return []
-    return [x for each in (value.values() if isinstance(value, dict) else value) for x in _tensors_in(each)]
+    found: list[Tensor] = []
+    for each in () if len(container) > _LONG else container.values() if isinstance(container, dict) else container:
+        if each.__class__ is Tensor:
+            found.append(each)
+        elif each.__class__ in _CONTAINERS:
+            found += _tensors_in(each)
+    return found
 
 
 _LONG = 1000

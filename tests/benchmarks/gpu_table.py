@@ -47,20 +47,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def of_case(name: str, make: Callable[[], Any], device: str, options: Any, start: float, rows: list[Row]) -> None:
-    """Append the rows of one case."""
-    made = sides(make())
-    for side, build in made.items():
-        if not any(part in side for part in options.sides):
-            continue
-        if time.perf_counter() - start > options.seconds:
-            rows.append({"case": name, "side": side, "error": "no time left"})
-            continue
-        rows.append({"case": name, "side": side} | measured(build, device))
-        print(rows[-1], file=sys.stderr, flush=True)
+    """Append the rows of one case: all sides are built, then timed in turns, so that all meet the same machine."""
+    steps: dict[str, Callable[[], Any]] = {}
+    found: dict[str, Row] = {}
+    late = lambda: time.perf_counter() - start > options.seconds
+    for side, build in sides(make()).items():
+        if any(part in side for part in options.sides):
+            found[side] = {"error": "no time left"} if late() else built(build, device, side, steps)
+    times: dict[str, list[tuple[float, float]]] = {side: [] for side in steps}
+    until = time.perf_counter() + SECONDS * len(steps)
+    while steps and len(times[side := min(times, key=lambda side: len(times[side]))]) < ROUNDS:
+        if len(times[side]) >= 3 and (late() or time.perf_counter() > until):
+            break
+        times[side].append(once(steps[side], device))
+    for side, measured in times.items():
+        ms, host = (statistics.median(column) for column in zip(*measured, strict=True))
+        found[side] |= {"ms": ms, "host ms": host}
+    rows += [{"case": name, "side": side} | row for side, row in found.items()]
+    print(*rows[-len(found) :], sep="\n", file=sys.stderr, flush=True)
+    steps.clear()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
-def measured(build: Callable[[], Callable[[], Any]], device: str) -> Row:
-    """Milliseconds on the device and on the host, and the peak of memory above what stands before a step."""
+def built(build: Callable[[], Callable[[], Any]], device: str, side: str, steps: dict[str, Callable[[], Any]]) -> Row:
+    """Warm a side up, and measure the peak of memory above what stands before a step."""
     try:
         began = time.perf_counter()
         step = build()
@@ -71,22 +83,11 @@ def measured(build: Callable[[], Callable[[], Any]], device: str) -> Row:
         before = memory(device)
         step()
         wait(device)
-        peak = memory(device, peak=True)
-        times, hosts, until = [], [], time.perf_counter() + SECONDS
-        while len(times) < ROUNDS and (len(times) < 3 or time.perf_counter() < until):
-            ms, host = once(step, device)
-            times.append(ms)
-            hosts.append(host)
-        found = {"ms": statistics.median(times), "host ms": statistics.median(hosts)}
-        return found | {"peak MB": (peak - before) / 2**20, "first s": first}
+        steps[side] = step
+        return {"peak MB": (memory(device, peak=True) - before) / 2**20, "first s": first}
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0][:200]}"}
-    finally:
-        step = build = None
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def once(step: Callable[[], Any], device: str, calls: int = 5) -> tuple[float, float]:
