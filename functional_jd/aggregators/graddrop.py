@@ -16,8 +16,7 @@ from functional_jd.core.sharding import positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
-from functional_jd.random.keys import check_key
-from functional_jd.random.stream import draw_at
+from functional_jd.random.keys import check_key, draw_at
 
 
 def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:

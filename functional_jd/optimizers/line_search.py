@@ -163,14 +163,15 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
             "batch that no noise covers. Take the optimizer inside it alone."
         )
     expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.1]."
+    if isinstance(rates, Tensor) and rates.is_floating_point() and rates.layout == torch.strided:
+        fits = rates.ndim == 1 and len(rates) > 0
+    else:
+        fits = isinstance(rates, list | tuple) and len(rates) > 0  # pyright: ignore[reportUnknownArgumentType]
+    if not fits:
+        kind = ValueError if isinstance(rates, Tensor | list | tuple) else TypeError
+        refuse("line_search", "rates", expected, rates, cure, kind)
     if isinstance(rates, Tensor):
-        if rates.ndim != 1 or not rates.numel() or not rates.is_floating_point() or rates.layout != torch.strided:
-            refuse("line_search", "rates", expected, rates, cure, ValueError)
         return rates.double()
-    if not isinstance(rates, list | tuple):
-        refuse("line_search", "rates", expected, rates, cure)
-    if not rates:
-        raise ValueError(f"line_search: rates must be {expected}, found none. {cure}")
     for rate in rates:  # pyright: ignore[reportUnknownVariableType]
         check_number("line_search", "rates", rate, NOT_NEGATIVE, cure)
     return torch.tensor(rates, dtype=torch.float64)

@@ -5,15 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import refuse
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_optimizer, check_settings, in_dtype_of
 from functional_jd.random import normal, split
-from functional_jd.random.keys import check_key
-from functional_jd.random.stream import draw_at, draw_normals
+from functional_jd.random.keys import check_key, draw_at, draw_normals
 
 
 class NoisedState(NamedTuple):
@@ -112,10 +110,6 @@ def check_noise(where: str, optimizer: Any, key: Any, batch_size: Any, **others:
     """Refuse what is no optimizer, no key, or no setting, in the name of the function that the user called."""
     check_optimizer(where, optimizer, cure="sgd(0.1).")
     settings = {**others, "batch_size": batch_size}
-    for name, value in settings.items():
-        if callable(value):
-            cure = "Build an optimizer in every step for a schedule: the states fit."
-            refuse(where, name, "a number or a tensor", value, cure)
     check_settings(where, tensors=tuple(settings), **settings)
     if not isinstance(batch_size, Tensor) and not batch_size > 0:
         raise ValueError(f"{where}: batch_size must be positive, found {batch_size}. It counts examples.")

@@ -11,8 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from functional_jd.core.arguments import check_function
 from functional_jd.random.draws import DRAWS, on_device
-from functional_jd.random.keys import check_key, split
-from functional_jd.random.stream import UNIFORM_BITS, draw
+from functional_jd.random.keys import UNIFORM_BITS, check_key, draw, split
 from functional_jd.torch_compat.recomputation import RecomputedMode, in_reentrant_checkpoint
 from functional_jd.torch_compat.slow_path import random_state
 from functional_jd.torch_compat.torch_internals import (

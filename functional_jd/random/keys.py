@@ -1,17 +1,46 @@
 """Explicit keys: random numbers as a pure function of a key, the same bits under every transform.
 
-A key is int64 `[2]`. Use every key once: `split` it, draw with one of the new keys, and keep the others.
+A key is int64 `[2]`. Use every key once: `split` it, draw with one of the new keys, and keep the others. Its stream is
+SplitMix64 seeded with the first word, xor-ed with the second word, and mixed once more.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_device, is_size, refuse
-from functional_jd.random.stream import ROOT, UNIFORM_BITS, draw, signed
+from functional_jd.core.float64 import has_float64
+from functional_jd.torch_compat.torch_internals import dispatch_modes, torch_function_disabled, under_transform
+
+# Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
+_RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "fold": 7}
+
+UNIFORM_BITS = {
+    torch.float64: (torch.int64, 53),
+    torch.float32: (torch.int32, 24),
+    torch.float16: (torch.int16, 11),
+    torch.bfloat16: (torch.int16, 8),
+}
+"""For each dtype, the integer dtype of its width and the number of leading bits that its significand holds exactly."""
+
+# The number of elements drawn at once: on a CPU they fit in the cache; on other devices every kernel launch costs time.
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
+# Up to so many numbers of one key are drawn on a CPU without tensors: a word takes as long as one op of forty.
+_FEW = 32
+
+
+def signed(word: int) -> int:
+    return (word + 2**63) % 2**64 - 2**63
+
+
+_STRIDE = signed(0x9E3779B97F4A7C15)
+_SPLITMIX64 = (30, signed(0xBF58476D1CE4E5B9), 27, signed(0x94D049BB133111EB), 31)
+_FMIX64 = (33, signed(0xFF51AFD7ED558CCD), 33, signed(0xC4CEB9FE1A85EC53), 33)
+ROOT = signed(0x243F6A8885A308D3)  # the first bits of pi, a "nothing-up-my-sleeve" number
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -96,7 +125,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torc
     Laws:
         In row-major order, the first n numbers do not depend on how many follow. The result has no derivative.
     """
-    return _drawn("uniform", key, shape, dtype)
+    return _shaped("uniform", key, shape, dtype)
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,7 +149,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch
     Source:
         Box and Muller, A note on the generation of random normal deviates, 1958, equation 1.
     """
-    return _drawn("normal", key, shape, dtype)
+    return _shaped("normal", key, shape, dtype)
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
@@ -154,7 +183,7 @@ def _check_size(n: Any, where: str) -> None:
         refuse(where, "n", "a size of at least 0", n, "Pass for instance 3.", ValueError)
 
 
-def _drawn(what: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _shaped(what: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     check_key(key, what)
     if not isinstance(dtype, torch.dtype) or dtype not in UNIFORM_BITS:
         expected = ", ".join(map(str, UNIFORM_BITS))
@@ -162,3 +191,170 @@ def _drawn(what: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> 
     if not isinstance(shape, list | tuple) or not all(is_size(size) and size >= 0 for size in shape):
         raise ValueError(f"{what}: shape must be sizes of at least 0, found {shape!r}. Pass for instance (3,).")
     return draw(key, math.prod(shape), what, dtype).reshape(tuple(shape))
+
+
+def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    """Draw the first n words (int64) or numbers of the streams of keys `[*, 2]`: `[*, n]`."""
+    if _is_written_down(keys):
+        return draw_op(keys, n, what, dtype)
+    if not (keys.is_cpu or has_float64(keys.device)):
+        return draw(keys.cpu(), n, what, dtype).to(keys.device)
+    with torch_function_disabled():  # calling the op takes longer than drawing a few numbers
+        return _drawn(keys, n, what, dtype)
+
+
+def draw_normals(keys: Tensor, counts: list[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Normal numbers, so many for each key `[k, 2]`; off the CPU, the short draws in the launches of one."""
+    together: dict[int, Tensor] = {}
+    if not (keys.is_cpu or _is_written_down(keys)) and has_float64(keys.device):
+        even = [n + n % 2 for n in counts]  # as they are made in pairs
+        room = accumulate(n if n <= _CPU_CHUNK else 0 for n in even)
+        some = [i for i, held in enumerate(room) if 0 < even[i] <= _CPU_CHUNK and held <= _CHUNK]
+        if len(some) > 1:
+            longest = max(even[i] for i in some)
+            counters = torch.arange(_first("normal"), _first("normal") + longest, device=keys.device)
+            whole = torch.cat([keys[i].expand(even[i], 2) for i in some])
+            words = _words(whole, torch.cat([counters[: even[i]] for i in some])[:, None])
+            numbers = _numbers(words.mT, "normal", dtype)[0].to(dtype)
+            together = dict(zip(some, numbers.split([even[i] for i in some]), strict=True))
+    for i, n in enumerate(counts):
+        yield together[i][:n] if i in together else draw(keys[i], n, "normal", dtype)
+
+
+def draw_at(key: Tensor, positions: Tensor, what: str, dtype: torch.dtype) -> Tensor:
+    """The numbers at some positions of what `draw` gives for a key: like `positions`, int64.
+
+    For ranks that need a part of the numbers, not in one piece.
+    """
+    pair = 2 * (8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1)  # the numbers of two words
+    found = [positions.new_empty(0, dtype=dtype)]
+    for some in positions.reshape(-1).split(_CPU_CHUNK if positions.is_cpu else _CHUNK):
+        first = 2 * torch.div(some, pair, rounding_mode="floor")
+        counters = torch.stack([first, first + 1], dim=-1).flatten() + _first(what)
+        words = _words(key.to(some.device).reshape(1, 2), counters)
+        numbers = _numbers(words, what, dtype).reshape(len(some), pair)
+        found.append(numbers.gather(1, some.remainder(pair)[:, None]).flatten().to(dtype))
+    return torch.cat(found).reshape(positions.shape)
+
+
+# A custom op, because a compiler may fuse floating-point operations and does not guarantee how integers overflow.
+@torch.library.custom_op("functional_jd::draw", mutates_args=())
+def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    """`draw` as one op for transforms."""
+    return _drawn(keys, n, what, dtype)
+
+
+def _is_written_down(keys: Tensor) -> bool:
+    """Whether draws are to be one operator, for a transform or in a graph that a compiler may get."""
+    return under_transform() or keys.is_meta or bool(dispatch_modes())
+
+
+def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
+    if keys.ndim == 1 and keys.is_cpu and 0 < n <= _FEW and type(keys) is Tensor and not dispatch_modes():
+        first, second = keys.tolist()
+        counters = range(_first(what), _first(what) + _words_for(n, per_word))
+        words = torch.tensor([[_word(first, second, counter) for counter in counters]], device=keys.device)
+        return _numbers(words, what, dtype)[0, :n].to(dtype)
+    shape = torch.Size((*keys.shape[:-1], n))
+    chunk = _CPU_CHUNK if keys.device.type == "cpu" else _CHUNK
+    width, rows = max(1, min(n, chunk)), shape[:-1].numel()
+
+    def piece(some_keys: Tensor, start: int, columns: int) -> Tensor:
+        counters = torch.arange(start, start + _words_for(columns, per_word), device=keys.device)
+        return _numbers(_words(some_keys, counters), what, dtype)[:, :columns]
+
+    if 0 < rows * n <= chunk:
+        return piece(keys.reshape(rows, 2), _first(what), n).to(dtype).contiguous().view(shape)
+    out = keys.new_empty(shape, dtype=dtype)
+    blocks = zip(keys.reshape(rows, 2).split(chunk // width), out.view(rows, n).split(chunk // width), strict=True)
+    for some_keys, some_rows in blocks:
+        start = _first(what)
+        for some in some_rows.split(width, dim=1):
+            some.copy_(piece(some_keys, start, some.shape[1]))
+            start += _words_for(some.shape[1], per_word)
+    return out
+
+
+def _first(what: str) -> int:
+    """The first counter of a kind of numbers."""
+    return (_RANGES[what] << 60) + 1
+
+
+def _words_for(n: int, per_word: int) -> int:
+    """How many words n numbers need: an even number, as normal numbers are made in pairs."""
+    return 2 * -(-n // (2 * per_word))
+
+
+def _word(first: int, second: int, counter: int) -> int:
+    """`_words` of one counter, in Python's integers."""
+    word = _mixed(first + counter * _STRIDE, *_SPLITMIX64)
+    return signed(_mixed(word ^ second, *_FMIX64))
+
+
+def _mixed(word: int, first: int, left: int, second: int, right: int, third: int) -> int:
+    """`_mix` of one word, from 0 to 2^64 - 1."""
+    word %= 2**64
+    word = (word ^ (word >> first)) * left % 2**64
+    word = (word ^ (word >> second)) * right % 2**64
+    return word ^ (word >> third)
+
+
+@draw_op.register_fake
+def _(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return keys.new_empty((*keys.shape[:-1], n), dtype=dtype)
+
+
+@draw_op.register_vmap
+def _(_info: Any, in_dims: tuple[int, ...], keys: Tensor, n: int, what: str, dtype: torch.dtype) -> tuple[Tensor, int]:
+    return draw_op(keys.movedim(in_dims[0], 0), n, what, dtype), 0
+
+
+def _words(keys: Tensor, counters: Tensor) -> Tensor:
+    words = torch.add(keys[:, :1], counters, alpha=_STRIDE)
+    scratch = torch.empty_like(words)
+    _mix(words, scratch, *_SPLITMIX64)
+    words.bitwise_xor_(keys[:, 1:])
+    _mix(words, scratch, *_FMIX64)
+    return words
+
+
+def _mix(words: Tensor, scratch: Tensor, first: int, left: int, second: int, right: int, third: int) -> None:
+    """Mix the words in place; a bijection of 64-bit words."""
+    _xor_shifted(words, scratch, first).mul_(left)
+    _xor_shifted(words, scratch, second).mul_(right)
+    _xor_shifted(words, scratch, third)
+
+
+def _xor_shifted(words: Tensor, scratch: Tensor, shift: int) -> Tensor:
+    torch.bitwise_right_shift(words, shift, out=scratch)
+    scratch.bitwise_and_((1 << (64 - shift)) - 1)  # torch shifts in copies of the sign bit; the mixers need zeros
+    return words.bitwise_xor_(scratch)
+
+
+def _numbers(words: Tensor, what: str, dtype: torch.dtype) -> Tensor:
+    if what == "uniform":
+        return _uniform(words, dtype)
+    if what == "exponential":
+        return -_open_uniform(words).log()
+    return _normal(words) if what == "normal" else words
+
+
+def _uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the leading bits of signed integers, shifted from [-1/2, 1/2) to [0, 1); every step is exact."""
+    integer, bits = UNIFORM_BITS[dtype]
+    signed = words.view(integer).bitwise_right_shift_(8 * integer.itemsize - bits)
+    return signed.to(dtype).mul_(2.0**-bits).add_(0.5)
+
+
+def _open_uniform(words: Tensor) -> Tensor:
+    """Convert the leading 52 bits to the middle of their interval: float64, never 0 and never 1."""
+    return (words >> 12).double().mul_(2.0**-52).add_(0.5 + 2.0**-53)
+
+
+def _normal(words: Tensor) -> Tensor:
+    """Apply the Box-Muller transform: a radius with a sign, and an angle in [-pi/2, pi/2)."""
+    word, angle = words[:, 0::2], words[:, 1::2]
+    radius = (-2 * _open_uniform(word).log()).sqrt_() * (1 - 2 * (angle & 1))
+    angle = (angle >> 11).double().mul_(math.pi / 2 * 2.0**-52)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)

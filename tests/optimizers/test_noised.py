@@ -238,7 +238,7 @@ def test_mistakes_are_named():
             received(**wrong)
     with pytest.raises(ValueError, match=r"noised: batch_size must be positive, found 0"):
         received(batch_size=0)
-    with pytest.raises(TypeError, match=r"noised: multiplier must be a number or a tensor, found function"):
+    with pytest.raises(TypeError, match=r"noised: multiplier must be a number, found function"):
         received(multiplier=lambda step: 1.0)
     with pytest.raises(TypeError, match=r"noised: optimizer must be a pair .*found function.*Call its builder"):
         noised(fj.sgd, key(0), 1.0, 1.0, 1)

@@ -15,7 +15,7 @@ from torch.func import grad, jacrev, jvp
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from functional_jd import compiled, random
-from functional_jd.random import stream as streams
+from functional_jd.random import keys as streams
 
 DTYPES = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 DRAWS = {
