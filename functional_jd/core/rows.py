@@ -106,11 +106,19 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Matrices with the columns of these leaves `[m, *p]`, of which narrow neighbours are joined: adding up m^2 results
     of each would cost more than the products. Beside each matrix, how many columns it has of each.
     """
-    matrices = [leaf if leaf.ndim == 2 else as_matrix(leaf) for leaf in leaves]
-    kinds = [((x.dtype, x.device), x.shape[1]) for x in matrices]
-    limit = widest_join(len(matrices[0]), matrices[0].is_cpu) if matrices else 0
-    groups = [[matrices[k] for k in group] for group in neighbours(kinds, limit)]
-    return [(_side_by_side(group), [x.shape[1] for x in group]) for group in groups]
+    matrices: list[Tensor] = []
+    widths: list[int] = []
+    kinds: list[tuple[Any, int]] = []
+    for leaf in leaves:
+        matrix = leaf if leaf.ndim == 2 else as_matrix(leaf)
+        matrices.append(matrix)
+        widths.append(matrix.shape[1])
+        kinds.append(((matrix.dtype, matrix.device), matrix.shape[1]))
+    found: list[tuple[Tensor, list[int]]] = []
+    for places in neighbours(kinds, widest_join(len(matrices[0]), matrices[0].is_cpu) if matrices else 0):
+        own = slice(places[0], places[-1] + 1)
+        found.append((_side_by_side(matrices[own]), widths[own]))
+    return found
 
 
 def neighbours(kinds: Sequence[tuple[Any, int]], limit: int) -> list[list[int]]:

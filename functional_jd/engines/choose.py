@@ -70,7 +70,7 @@ def choose_engine(
     """
     if view.products == "none" and view.passes < max(2, m):
         passes = "one backward pass" if view.passes == 1 else f"{view.passes} backward passes"
-        return EngineChoice("weighted", f"the rule needs {view.needs}: {passes}")
+        return EngineChoice("weighted", f"the rule needs no gradients: {passes}")
     if not view.inner_products_suffice:
         return EngineChoice("jacobian", f"the rule needs {view.needs}")
     if view.groups is not None and kind.several_sets:
@@ -137,7 +137,7 @@ def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
     mode, chunk_size = plan.mode, plan.chunk_size
     if mode != "auto":
         return mode, chunk_size
-    room = _DEVICE if point.sizes or not all(x.is_cpu for x in point.inputs) else _CPU
+    room = _CPU if not point.sizes and (not point.inputs or point.inputs[0].is_cpu) else _DEVICE
     if plan.on_shards:
         # Together, the gathered leaves and the reduced rows travel once for all rows. The sizes of shards differ from
         # rank to rank, which must all do the same: they have no say.
@@ -198,9 +198,9 @@ def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
     Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better. On an
     accelerator, stacking takes a launch for each input, writing one for each row.
     """
-    reached = [g for g in gradients if g is not None]
-    if under_transform() or not reached:
-        return True
-    sizes, on_host = [g.numel() for g in reached], reached[0].is_cpu
-    small = sum(sizes) < (_STACKED if on_host else _STACKED_ELSEWHERE) or m * max(sizes) <= sum(sizes)
-    return small and (on_host or len(reached) <= m)
+    total, largest, reached, on_host = 0, 0, 0, True
+    for g in gradients:
+        if g is not None:
+            total, largest, reached, on_host = total + g.numel(), max(largest, g.numel()), reached + 1, g.is_cpu
+    small = total < (_STACKED if on_host else _STACKED_ELSEWHERE) or m * largest <= total
+    return (small and (on_host or reached <= m)) or under_transform()

@@ -13,7 +13,7 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core import agreement
 from functional_jd.core.agreement import description, means_if_alike
 from functional_jd.core.arguments import check_option, refuse
-from functional_jd.core.rows import at_least_float32, of_distinct
+from functional_jd.core.rows import at_least_float32, neighbours, of_distinct
 from functional_jd.core.sharding import collective as collective_of
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import (
@@ -259,7 +259,8 @@ def sum_over_group(tree: Tree, group: Group) -> Tree:
     """Add up over the group, small leaves of one dtype together."""
     leaves, structure = tree_flatten(tree)
     sums: list[Tensor] = []
-    for bucket in _buckets(leaves):
+    kinds = [((type(leaf), leaf.dtype, leaf.device), leaf.numel()) for leaf in leaves]
+    for bucket in ([leaves[k] for k in places] for places in neighbours(kinds, _BUCKET)):
         if len(bucket) == 1:
             sums.append(collective("sum", bucket[0], group))
             continue
@@ -267,19 +268,6 @@ def sum_over_group(tree: Tree, group: Group) -> Tree:
         parts = total.split([leaf.numel() for leaf in bucket])
         sums.extend(part.reshape(leaf.shape) for part, leaf in zip(parts, bucket, strict=True))
     return tree_unflatten(structure, sums)
-
-
-def _buckets(leaves: list[Tensor]) -> list[list[Tensor]]:
-    """The leaves in their order, side by side where they fit together."""
-    buckets: list[list[Tensor]] = []
-    kind, held = None, 0
-    for leaf in leaves:
-        before, kind, held = kind, (type(leaf), leaf.dtype, leaf.device), held + leaf.numel()
-        if kind != before or held > _BUCKET:
-            buckets.append([])
-            held = leaf.numel()
-        buckets[-1].append(leaf)
-    return buckets
 
 
 def mean_over_group(tree: Tree, group: Group) -> Tree:

@@ -254,8 +254,8 @@ def by_output(outputs: list[Tensor], numbers: Tensor) -> list[Tensor]:
     """The cotangent with one number `[m]` for each element of the outputs."""
     if len({y.dtype for y in outputs}) == 1:  # at once, and not for each
         numbers = numbers.to(outputs[0].dtype)
-    parts = zip(numbers.split([y.numel() for y in outputs]), outputs, strict=True)
-    return [part.reshape(y.shape).to(y.dtype) for part, y in parts]
+    parts = numbers.split([y.numel() for y in outputs]) if len(outputs) > 1 else [numbers]
+    return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)]
 
 
 def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
@@ -277,7 +277,7 @@ def unscaled(common: Tensor | None, found: list[Tensor], plan: Plan) -> tuple[li
     scale. If they are not finite, they may be anything.
     """
     if common is None or plan.scale is None:
-        return list(map(at_least_float32, found)), None
+        return [g if g.dtype.itemsize >= 4 else g.float() for g in found], None
     found, finite = divided(common, found)
     return found, finite.expand(plan.scale.shape)
 

@@ -71,18 +71,6 @@ def vjp(
     return _by_autograd(f, inputs, plan, scalars and not plan.differentiable, ends)
 
 
-def _inner_backward(where: str) -> ValueError:
-    """The error for leaves of the graph to which something added a gradient beside those that `torch.autograd.grad`
-    returned: the backward of a custom function that calls `Tensor.backward`.
-    """
-    return ValueError(
-        f"{where}: expected custom autograd functions whose backward returns its gradients, found one that calls "
-        "Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are lost. Pass it the "
-        "parameters as inputs, and return what torch.autograd.grad gives; or, of a reversible model, take the form "
-        "that does not recompute."
-    )
-
-
 def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> Vjp:
     # torch.func.vjp returns tensors only: the structure of `extra` and its other leaves leave by this list.
     aside: list[Any] = []
@@ -180,7 +168,12 @@ def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: b
         found = gradients(where, outs, wanted, given, create_graph or not last, create_graph)
         for x in leaves:
             if x.grad is not None:
-                raise _inner_backward(where)
+                raise ValueError(
+                    f"{where}: expected custom autograd functions whose backward returns its gradients, found one that "
+                    "calls Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are "
+                    "lost. Pass it the parameters as inputs, and return what torch.autograd.grad gives; or, of a "
+                    "reversible model, take the form that does not recompute."
+                )
         return found
 
     return Vjp(values, extra if differentiable else detach_tree(extra), pullback, tuple(points))

@@ -1,6 +1,7 @@
 """Buffers: what losses carry from step to step beside the parameters, as an argument and a result."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -49,10 +50,11 @@ def with_carried(result: Any, extras: Extras) -> tuple[Losses, Carried]:
     if len(parts) == 1:
         return result, ((), ())
     if not (isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == len(parts)):
+        found = f"a tuple of {len(cast(Any, result))}" if isinstance(result, tuple) else type(result).__name__
         given = (["buffers"] if extras.takes_buffers else []) + (["has_aux=True"] if extras.has_aux else [])
         raise TypeError(
             f"{extras.where}: with {' and '.join(given)} the losses must return ({', '.join(parts)}), found "
-            f"{_described(result)}. Return a tuple of these {len(parts)}."
+            f"{found}. Return a tuple of these {len(parts)}."
         )
     values, *rest = cast("tuple[Any, ...]", result)
     return values, (rest[0] if extras.takes_buffers else (), rest[-1] if extras.has_aux else ())
@@ -66,13 +68,13 @@ def carrying_losses(losses: Any, batch: tuple[Any, ...], extras: Extras) -> Carr
 
     found = losses.each(adapted) if isinstance(losses, Declared) else adapted(losses)
     args = (own_buffers(extras), *batch) if extras.takes_buffers else batch
-    return CarryingLosses(found, args, next_as_found(extras))
+    return CarryingLosses(found, args, partial(checked_buffers, extras))
 
 
-def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
-    """Raise for buffers unlike those that the losses received; `rows`: each has a first dimension of examples."""
+def checked_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> Tree:
+    """The buffers. Raises for others than the losses received; `rows`: each has a first dimension of examples."""
     if not extras.takes_buffers:
-        return
+        return found
     old, structure = tree_flatten(extras.buffers)
     try:
         new = leaves_like(structure, found)
@@ -91,14 +93,7 @@ def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
                 "shape in its first forward pass, such as observers of quantization, needs one before "
                 "dict(module.named_buffers())."
             )
-
-
-def next_as_found(extras: Extras) -> Callable[[Tree], Tree]:
-    def next_buffers(found: Tree) -> Tree:
-        check_buffers(extras, found)
-        return found
-
-    return next_buffers
+    return found
 
 
 def is_key(name: str, leaf: Any, buffers: Tree) -> bool:
@@ -123,7 +118,3 @@ def _shaped(value: Any, rows: bool = False) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} {list(value.shape[1:] if rows else value.shape)}"
-
-
-def _described(result: Any) -> str:
-    return f"a tuple of {len(cast(Any, result))}" if isinstance(result, tuple) else type(result).__name__

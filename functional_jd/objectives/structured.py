@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -112,8 +113,8 @@ class PerExample(Declared):
     def examples(self, batch: tuple[Tree, ...]) -> list[tuple[Tree, ...]]:
         pairs = list(zip(batch, self.dims(batch), strict=True))
         return [
-            tuple(argument if dim is None else _select(argument, dim, index) for argument, dim in pairs)
-            for index in range(self.count(batch))
+            tuple(x if dim is None else tree_map(partial(Tensor.select, dim=dim, index=k), x) for x, dim in pairs)
+            for k in range(self.count(batch))
         ]
 
 
@@ -297,7 +298,3 @@ def check_example_aux(where: str, aux: Any) -> None:
                 f"{where}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
                 "out, or return torch.as_tensor(...) of numbers."
             )
-
-
-def _select(argument: Tree, dim: int, index: int) -> Tree:
-    return tree_map(lambda leaf: leaf.select(dim, index), argument)

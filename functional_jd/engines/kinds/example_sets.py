@@ -1,7 +1,7 @@
 """Several sets of examples, each with its own loss: the rows of all, one set after the other."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import combinations
 from typing import Any
 
@@ -18,7 +18,7 @@ from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives import ExampleSets
-from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found
+from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers
 from functional_jd.precision.autocast import autocast_disabled
 
 
@@ -118,7 +118,7 @@ def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosse
         aux = {name: carried[1] for name, (_, carried) in found.items()} if extras.has_aux else ()
         return {name: value for name, (value, _) in found.items()}, ((), aux)
 
-    return CarryingLosses(ExampleSets(parts, join), batch, next_as_found(extras))
+    return CarryingLosses(ExampleSets(parts, join), batch, partial(checked_buffers, extras))
 
 
 def _sample(losses: ExampleSets, args: Args, _where: str) -> tuple[Any, Args]:

@@ -1,6 +1,7 @@
 """Several tasks on one trunk: rows for the trunk, one summed gradient for the heads."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -54,7 +55,7 @@ from functional_jd.engines.row_vjps import (
 )
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.objectives import Multitask
-from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, next_as_found, with_carried
+from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, checked_buffers, with_carried
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
@@ -317,9 +318,7 @@ def _without_scale(
 
 def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, plan: Plan) -> Parted:
     """The heads' gradient by one pass, and the features' rows by one pass from each loss, which is one number."""
-    cotangent: list[Tensor] = [
-        f.reshape(y.shape).to(y.dtype) for f, y in zip(factors.unbind(), above.outputs, strict=True)
-    ]
+    cotangent = by_output(above.outputs, factors)
     sums = above.pullback(cotangent, slice(n_heads)) if n_heads else []
     gradients = [
         above.pullback([c if other == own else None for other, c in enumerate(cotangent)], slice(n_heads, None))
@@ -344,7 +343,7 @@ def _carrying(losses: Multitask, batch: Args, extras: Extras) -> CarryingLosses:
     """The trunk's buffers go on to the heads."""
     if not extras.takes_buffers:
         heads = lambda own, features, *batch: with_carried(losses.heads(own, features, *batch), extras)
-        return CarryingLosses(Multitask(losses.features, heads), batch, next_as_found(extras))
+        return CarryingLosses(Multitask(losses.features, heads), batch, partial(checked_buffers, extras))
 
     def features_and_buffers(shared: Params, *args: Any) -> FeaturesAndBuffers:
         found = losses.features(shared, *args)
@@ -360,7 +359,7 @@ def _carrying(losses: Multitask, batch: Args, extras: Extras) -> CarryingLosses:
         return with_carried(losses.heads(own, found.features, found.buffers, *batch), extras)
 
     carrying = Multitask(features_and_buffers, heads_with_buffers)
-    return CarryingLosses(carrying, (extras.buffers, *batch), next_as_found(extras))
+    return CarryingLosses(carrying, (extras.buffers, *batch), partial(checked_buffers, extras))
 
 
 MULTITASK = Kind(

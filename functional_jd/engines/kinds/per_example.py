@@ -31,7 +31,7 @@ from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.objectives import PerExample, stacked
-from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
+from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers, is_key, with_carried
 from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
@@ -146,9 +146,9 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
         return vjp(f, leaves, plan)
 
     around = nullcontext if compiling else autocast_as_now()
-    before = None if compiling else random_state()
+    before = [] if compiling else random_state()
     point = evaluated(losses)
-    after = None if compiling else random_state()
+    after = [] if compiling else random_state()
     m = losses.count(tuple(batch))
     check_example_losses(point.outputs, (m,))
 
@@ -157,10 +157,16 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
 
         def again() -> list[Tensor | None]:
             # What recomputes in the backward pass, as checkpoints do, is then no longer inside vmap.
-            _refuse_other_draws(before, after, plan.where)
+            if not all(map(torch.equal, before, after)):
+                raise RuntimeError(
+                    f"{plan.where}: expected losses of examples that vmap can differentiate, or that draw no random "
+                    "numbers, found neither (activation checkpointing with dropout?). Take rows, step(..., "
+                    "engine='jacobian'), which evaluates and differentiates one example after the other."
+                )
             journal, now = StateJournal(), random_state()
+            alone = lambda params, *batch: stacked([losses.of_one(params, *each) for each in losses.examples(batch)])
             with around(), journal.watch():
-                gradient = evaluated(partial(_one_by_one, losses)).pullback(cotangent, last=last)
+                gradient = evaluated(alone).pullback(cotangent, last=last)
             journal.undo()
             set_random_state(now)
             return gradient
@@ -169,20 +175,6 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
         return batched() if compiling else attempt(batched, again, where=plan.where, instead=instead)
 
     return *point.extra, partial(pulled, point._replace(pullback=pullback), leaves, structure, plan)
-
-
-def _one_by_one(losses: PerExample, params: Any, *batch: Any) -> Any:
-    return stacked([losses.of_one(params, *example) for example in losses.examples(batch)])
-
-
-def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
-    """A second evaluation would draw other numbers than the losses that were returned are made of."""
-    if not all(torch.equal(x, y) for x, y in zip(before, after, strict=True)):
-        raise RuntimeError(
-            f"{where}: expected losses of examples that vmap can differentiate, or that draw no random numbers, found "
-            "neither (activation checkpointing with dropout?). Take rows, step(..., engine='jacobian'), which "
-            "evaluates and differentiates one example after the other."
-        )
 
 
 def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses:
@@ -195,7 +187,9 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
     empty = None if losses.without_examples is None else without_examples
     if not extras.takes_buffers:
         alone = lambda params, *example: with_carried(losses.loss(params, *example), extras)
-        return CarryingLosses(PerExample(alone, losses.in_dims, empty, losses.name), batch, next_as_found(extras))
+        return CarryingLosses(
+            PerExample(alone, losses.in_dims, empty, losses.name), batch, partial(checked_buffers, extras)
+        )
     leaves, structure = tree_flatten(extras.buffers)
     names, m = tree_names(extras.buffers), losses.count(batch)
     # As many as there are examples on all ranks: each draws by its place in the whole batch.
@@ -208,7 +202,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
         return with_carried(losses.loss(params, tree_unflatten(structure, filled), *example), extras)
 
     def next_buffers(found: Tree) -> Tree:
-        check_buffers(extras, found, rows=True)
+        checked_buffers(extras, found, rows=True)
         # Running means over the examples are the mean of each example's; counters are equal in all examples.
         moved = [x.mean(0) if x.is_floating_point() else x[0] for x in tree_leaves(found)]
         for index, rows in keys.items():
