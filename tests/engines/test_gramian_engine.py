@@ -11,7 +11,6 @@ from gramian_by_hand import (
     Largest,
     agree,
     both_prices,
-    check_autocast,
     close,
     expectation,
     expectation_by_finite_differences,
@@ -21,7 +20,6 @@ from gramian_by_hand import (
     network,
     priced,
     refuse_all_rows,
-    single,
     tangent,
     weights_for,
     wide,
@@ -30,36 +28,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
-from zoo import ASKS, BATCH, MODELS, Case, Model, mlp, numbers, plain, with_hook
+from zoo import ASKS, BATCH, Case, Model, mlp, numbers, plain, with_hook
 
+from functional_jd import squared_norms_fn
+from functional_jd.engines.gramian import products
 from functional_jd.objectives import PerExample, multitask, per_example
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-
-
-# The numbers
-
-
-SINGLE = "mlp deep tied reused conv1d conv2d conv_transpose conv_grouped layer_norm group_norm embedding encoder lstm"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SINGLE.split())
-def test_float32_is_right_to_rounding(name, kind, monkeypatch):
-    case = case_of(name, kind)
-    expected = expectation(case)
-    for lean in (True, False):
-        priced(monkeypatch, lean)
-        agree(found(single(case)), expected, 1e-4, 3e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "tied", "reused", "conv2d", "layer_norm", "embedding", "encoder"])
-def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkeypatch):
-    check_autocast(MODELS[name](), kind, dtype, tolerance, monkeypatch)
 
 
 # Networks at random
@@ -174,11 +151,12 @@ def test_a_source_changed_in_place_is_an_error_as_in_autograd():
 # Leanness
 
 
+@pytest.mark.parametrize("take", [gramian_fn, squared_norms_fn])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_known_layers_are_never_formed(kind):
+def test_rows_of_known_layers_are_never_formed(kind, take):
     case, m = wide(kind)
     with Largest() as largest:
-        _, _, pullback = gramian_fn(case.losses)(case.params, *case.args)
+        _, _, pullback = take(case.losses)(case.params, *case.args)
         pullback(torch.ones(m, dtype=torch.float64))
     assert largest.numel < m * 64 * 64
 
@@ -205,6 +183,11 @@ def test_a_row_that_overflowed_is_a_row_and_column_that_are_not_finite(name, kin
     others = [i for i in range(m) if i != 1]
     for lean in (True, False):
         priced(monkeypatch, lean)
+        monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
+        squares, _, pullback = squared_norms_fn(case.losses, scale=scale)(case.params, *case.args)
+        assert not squares[1].isfinite()
+        close(squares[others], expected.diagonal()[others], 1e-9, 1e-9)
+        assert pullback(torch.ones(m))[1].tolist() == [i != 1 for i in range(m)]
         gramian, _, pullback = gramian_fn(case.losses, scale=scale)(case.params, *case.args)
         assert not gramian[1].isfinite().any()
         assert not gramian[:, 1].isfinite().any()
@@ -232,6 +215,7 @@ def test_heads_that_are_not_finite_spoil_all_rows():
         gramian, _, pullback = gramian_fn(losses, scale=scale)(case.params, *case.args)
         assert not gramian.isfinite().any()
         assert not pullback(torch.ones(2))[1]
+        assert not squared_norms_fn(losses, scale=scale)(case.params, *case.args)[0].isfinite().any()
     # With a scale of its own, each row of the heads is looked at by itself.
     pullback = gramian_fn(losses, scale=torch.full((2,), 8.0))(case.params, *case.args)[2]
     assert pullback(torch.ones(2))[1].tolist() == [False, True]
@@ -288,19 +272,6 @@ def test_derivatives_towards_the_weights_are_the_rows():
     true = rows_of(case.losses, case.params, *case.args)
     names = [x.shape[1:] for x in true]
     torch.testing.assert_close(rows.movedim(-1, 0), true[names.index(rows.shape[:-1])])
-
-
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_compiles_to_one_graph_with_a_scale():
-    case = small("by_example")
-
-    def f(params, *args):
-        gramian, values, pullback = gramian_fn(case.losses, scale=torch.tensor(4.0))(params, *args)
-        return gramian, values, pullback(weights_for(case))
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(case.params, *case.args)
-    for x, y in zip(leaves(compiled), leaves(f(case.params, *case.args)), strict=True):
-        torch.testing.assert_close(x, y)
 
 
 def test_uses_without_plain_autograd_are_differentiable(monkeypatch):

@@ -37,6 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 ALONE = ["layer_norm", "rms_norm", "group_norm", "instance_norm", "prelu"]
 NORMS = [*ALONE, "batch_norm_no_statistics"]
 ATTENTION = ["attention", "fused_attention", "encoder_norm_first"]
+OTHERS = ["scaled", "packed", "prelu_2d", "group_norm_2d", "decoder", "mlp", "deep", "tied", "reused", "conv1d"]
+OTHERS += ["conv2d", "conv_transpose", "conv_grouped", "embedding", "encoder", "lstm"]
+IN_HALF = ["scaled", "cross_attention", "group_norm_2d", "mlp", "tied", "reused", "conv2d", "embedding", "encoder"]
 
 
 def pairs(*names):
@@ -71,9 +74,7 @@ def unrecorded(monkeypatch, case):
 # The numbers
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), pairs(*NORMS, *ATTENTION, "scaled", "packed", "prelu_2d", "group_norm_2d", "decoder")
-)
+@pytest.mark.parametrize(("name", "kind"), pairs(*NORMS, *ATTENTION, *OTHERS))
 def test_float32_is_right_to_rounding(name, kind, monkeypatch):
     case = case_of(name, kind)
     expected = expectation(case)
@@ -90,7 +91,7 @@ def test_layers_that_are_not_recorded_cost_no_second_evaluation(name, kind):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
-@pytest.mark.parametrize(("name", "kind"), pairs(*NORMS, *ATTENTION, "scaled", "cross_attention", "group_norm_2d"))
+@pytest.mark.parametrize(("name", "kind"), pairs(*NORMS, *ATTENTION, *IN_HALF))
 def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, tolerance, kind, monkeypatch):
     case = check_autocast((MODELS | MORE)[name](), kind, dtype, tolerance, monkeypatch)
     values = gramian_fn(case.losses)(case.params, *case.args)[1]
