@@ -134,10 +134,10 @@ def cases(mesh: Any, x: Tensor) -> dict[str, Callable[[], Prepared]]:
     return {
         "`DistributedDataParallel`, the mean": lambda: by_hand(DistributedDataParallel, None, x),
         "`fully_shard`, the mean": lambda: by_hand(shards, None, x),
-        "ours, the mean": lambda: ours("blind", jd.mean(), mesh, x),
+        "`sharded`, the mean": lambda: ours("blind", jd.mean(), mesh, x),
         "`fully_shard`, `upgrad` by hand": lambda: by_hand(shards, jd.upgrad(), x),
-        "ours, `upgrad`, loop": lambda: ours("loop", jd.upgrad(), mesh, x),
-        "ours, `upgrad`, vmap": lambda: ours("vmap", jd.upgrad(), mesh, x),
+        "`sharded`, `upgrad`, loop": lambda: ours("loop", jd.upgrad(), mesh, x),
+        "`sharded`, `upgrad`, vmap": lambda: ours("vmap", jd.upgrad(), mesh, x),
     }
 
 

@@ -13,10 +13,10 @@ AGAIN = (LAYERS - 1) / LAYERS  # a backward pass needs the weights of all layers
 SENT = {
     "`DistributedDataParallel`, the mean": 2,
     "`fully_shard`, the mean": 3,
-    "ours, the mean": 2 + AGAIN,
+    "`sharded`, the mean": 2 + AGAIN,
     "`fully_shard`, `upgrad` by hand": 1 + 2 * M,
-    "ours, `upgrad`, loop": 1 + M * (1 + AGAIN),
-    "ours, `upgrad`, vmap": 1 + M + AGAIN,
+    "`sharded`, `upgrad`, loop": 1 + M * (1 + AGAIN),
+    "`sharded`, `upgrad`, vmap": 1 + M + AGAIN,
 }
 
 
