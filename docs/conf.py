@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import formulas
 import make_pictures
 import make_reference
+from sphinx.errors import ExtensionError
+from torn import torn_markup
 
 import functional_jd
 
@@ -38,7 +40,7 @@ napoleon_use_ivar = True
 napoleon_custom_sections = ["Laws", "Source", "Differs"]
 
 html_theme = "furo"
-html_title = "functional_jd"
+html_title = f"functional_jd {version}"
 html_copy_source = False
 html_show_sphinx = False
 html_static_path = ["_static"]
@@ -58,6 +60,7 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", link_names, priority=400)
     app.connect("autodoc-process-docstring", keep_returns_whole, priority=400)
     app.connect("build-finished", copy_front_page)
+    app.connect("build-finished", find_torn_markup)
 
 
 # The pages of the site in the order of its sidebar; the README itself, read on its own, needs none.
@@ -103,8 +106,8 @@ def link_rules(_app: Any, page: str, source: list[str]) -> None:
     if page == "docs/rules":
         before, opening, table = source[0].partition("<!-- rules -->")
         table, closing, after = table.partition("<!-- /rules -->")
-        linked = r"| [`\1`](reference/rule_\1.rst) `\2` |"
-        table = re.sub(r"^\| `(\w+)(\(.*?\))` \|", linked, table, flags=re.MULTILINE)
+        linked = r"| [`\1`](reference/rule_\1.rst) |"
+        table = re.sub(r"^\| `(\w+)` \|", linked, table, flags=re.MULTILINE)
         source[0] = before + opening + table + closing + after
 
 
@@ -124,8 +127,13 @@ def keep_returns_whole(_app: Any, _what: str, _name: str, _obj: Any, _options: A
 def link_names(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Turn the names of public functions in docstrings into links, and other code into RST's code, before napoleon."""
     room, _, own = name.removeprefix("functional_jd.").rpartition(".")
+
+    def linked(found: re.Match[str]) -> str:
+        after = "\\ " if found.string[found.end() :][:1].isalnum() else ""  # code ends before a letter: `DTensor`s
+        return (_linked(found[1], room, own) if found[1] else found[0]) + after
+
     for i, line in enumerate(lines):
-        lines[i] = re.sub(r":math:`[^`]+`|`([^`]+)`", lambda m: _linked(m[1], room, own) if m[1] else m[0], line)
+        lines[i] = re.sub(r":math:`[^`]+`|`([^`]+)`", linked, line)
 
 
 def _linked(code: str, room: str, own: str) -> str:
@@ -136,6 +144,15 @@ def _linked(code: str, room: str, own: str) -> str:
     found = PUBLIC[path]
     kind = "class" if inspect.isclass(found) else "func" if callable(found) else "data"
     return f":{kind}:`{code} <functional_jd.{path}>`"
+
+
+def find_torn_markup(app: Any, error: Exception | None) -> None:
+    """Raise an error for markup that is torn on a page of the reference."""
+    if error is None and app.builder.format == "html":
+        pages = sorted((Path(app.outdir) / "docs" / "reference").glob("*.html"))
+        found = [f"{page.name}: {each}" for page in pages for each in torn_markup(page.read_text(encoding="utf-8"))]
+        if found:
+            raise ExtensionError("torn markup in docstrings\n" + "\n".join(found))
 
 
 def copy_front_page(app: Any, error: Exception | None) -> None:

@@ -12,37 +12,6 @@ from typing import Any
 
 import functional_jd
 
-# What a reader wants to do, and what does it.
-TASKS = {
-    "differentiate several losses": ["jacobian_fn", "gramian_fn", "weighted_fn"],
-    "say how the losses are built": ["functional", "per_example", "multitask"],
-    "make one direction of the rows": ["aggregate"],
-    "choose how objectives count": ["mean", "upgrad", "config", "nash_mtl"],
-    "train: one step, or a loop": ["train_state", "step", "fit"],
-    "train on a batch that comes in parts": ["accumulate"],
-    "compile a step, or any pure function": ["compiled"],
-    "keep a loop or a trainer (Lightning, Accelerate), and get weights for the losses": ["weigh", "weights_fn"],
-    "choose an optimizer": ["sgd", "adamw", "from_torch", "from_transformation", "line_search"],
-    "train in half precision": ["autocast", "scale_state"],
-    "see whether objectives conflict": ["diagnostics.diagnose", "diagnostics.describe", "diagnostics.advise"],
-    "draw a training": ["plotting.history", "plotting.cone", "plotting.heatmap"],
-    "log a training, as CSV or in TensorBoard": ["StepInfo", "diagnostics.diagnose"],
-    "stop, store and resume": ["to_checkpoint", "from_checkpoint"],
-    "train on several processes or devices": ["distributed.replicated", "distributed.sharded"],
-    "train privately": ["private", "clipped", "noised"],
-    "solve for residuals, as of physics": ["natural_gradient", "levenberg_marquardt"],
-    "find a front, and not one point of it": [
-        "fronts.lattice",
-        "fronts.pmtl",
-        "fronts.hypervolume",
-        "fronts.non_dominated",
-    ],
-    "write a rule": ["stateless", "scalarized", "Aggregator"],
-    "say what a rule of yours looks at": ["views.gramian", "views.norms", "views.losses"],
-    "test a rule": ["testing.laws_of", "testing.obeys"],
-    "draw random numbers": ["random.key", "random.split", "random.keyed"],
-    "know which engine a step takes, and why": ["chosen_engine"],
-}
 # The sections, and the packages or files that their names come from.
 SECTIONS = {
     "Train": ["training", "engines.choose"],
@@ -107,7 +76,7 @@ def write(folder: Path, pictures: Iterable[str] = ()) -> None:
         page = title.lower().replace(" ", "_")
         pages.append(page)
         if title == "Rules":
-            _write_rules(folder, names)
+            _write_rules(folder, names, shown)
         else:
             blocks = [_entry("functional_jd", name) for name in names]
             _page(folder / f"{page}.rst", title, [*_introduction(title), *blocks])
@@ -120,31 +89,8 @@ def write(folder: Path, pictures: Iterable[str] = ()) -> None:
         _page(
             folder / f"{module}.rst", f"functional_jd.{module}", [f".. automodule:: functional_jd.{module}\n", *blocks]
         )
-    _page(folder / "index.rst", "Reference", [tasks(), _contents(pages)])
-
-
-def tasks() -> str:
-    """The table of what to do and which function does it."""
-    lines = [
-        "Which function do I need?",
-        "-------------------------",
-        "",
-        ".. list-table::",
-        "   :header-rows: 1",
-        "",
-        "   * - I want to",
-        "     - take",
-        "",
-    ]
-    for task, names in TASKS.items():
-        links = ", ".join(_link(name) for name in names)
-        lines += [f"   * - {task}", f"     - {links}"]
-    return "\n".join([*lines, "", "All functions", "-------------", ""]) + "\n"
-
-
-def _link(name: str) -> str:
-    value = attrgetter(name)(functional_jd)
-    return f":{'class' if inspect.isclass(value) else 'func'}:`{name} <functional_jd.{name}>`"
+    by_task = "All functions, by package. By task: :doc:`/docs/which_function`.\n"
+    _page(folder / "index.rst", "Reference", [by_task, _contents(pages)])
 
 
 def _pictures(name: str, shown: Container[str]) -> str:
@@ -160,9 +106,10 @@ def _introduction(title: str) -> list[str]:
     return [".. automodule:: functional_jd.views\n"] if title == "Aggregate" else []
 
 
-def _write_rules(folder: Path, names: list[str]) -> None:
+def _write_rules(folder: Path, names: list[str], shown: Container[str]) -> None:
     for name in names:
-        _page(folder / f"rule_{name}.rst", name, [_entry("functional_jd", name), *_state(name)])
+        picture = _pictures("cone", shown) if name == "upgrad" else ""
+        _page(folder / f"rule_{name}.rst", name, [_entry("functional_jd", name) + picture, *_state(name)])
     _page(folder / "rules.rst", "Rules", ["One page a rule.\n", _contents([f"rule_{name}" for name in names])])
 
 

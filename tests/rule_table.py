@@ -55,8 +55,7 @@ _COLUMNS = {
     linear_under_row_scaling: "linear in row scales",
     homogeneous: "homogeneous",
     on_the_simplex: "on the simplex",
-    weakly_stationary: "weakly stationary",
-    strongly_stationary: "strongly stationary",
+    weakly_stationary: "stationary",
     permutation_equivariant: "any row order",
     rotation_blind: "rotation blind",
 }
@@ -106,17 +105,16 @@ def jacobians_for(name: str) -> st.SearchStrategy[Any]:
 
 
 def rules_table() -> str:
-    """All rules as a Markdown table: what each looks at and remembers, and the laws that it claims."""
-    lines = [_row(["rule", "looks at", "remembers", *_COLUMNS.values()])]
+    """All rules as a Markdown table: what each reads and stores, and the laws that it claims."""
+    lines = [_row(["rule", "reads", "memory", *_COLUMNS.values()])]
     lines.append(_row(["---", "---", "---", *[":-:"] * len(_COLUMNS)]))
     for name, entry in RULES.items():
-        build = builder(name)
         if _takes_rules(name):
             marks = ["as its rules"] + [""] * (len(_COLUMNS) - 1)
         else:
             marks = [_mark(entry, law) for law in _COLUMNS]
-        seen = "what its rules look at" if _takes_rules(name) else _seen_by(rule_of(name))
-        lines.append(_row([f"`{name}{_signature(build)}`", seen, _state_of(name), *marks]))
+        seen = "as its rules" if _takes_rules(name) else _seen_by(rule_of(name))
+        lines.append(_row([f"`{name}`", seen, _state_of(name), *marks]))
     return "\n".join(lines)
 
 
@@ -130,6 +128,10 @@ def with_rules_table(text: str) -> str:
 
 
 def _mark(entry: Entry, law: Law) -> str:
+    if law is weakly_stationary and strongly_stationary in entry.claims:
+        return "strongly"
+    if law is weakly_stationary:
+        return "weakly" if law in entry.claims else ""
     if law in entry.where:
         return ", ".join(f"`{name}` {within}" for name, within in entry.where[law].items())
     return "✓" if law in entry.claims else ""
@@ -137,15 +139,6 @@ def _mark(entry: Entry, law: Law) -> str:
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _signature(build: Builder) -> str:
-    parameters: list[str] = []
-    for p in inspect.signature(build).parameters.values():
-        if p.name == "solver":  # of many rules, and of none the mathematics
-            continue
-        parameters.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace("'", '"'))
-    return f"({', '.join(parameters)})"
 
 
 def _takes_rules(name: str) -> bool:
@@ -169,7 +162,7 @@ def _remembered(state: Any) -> str:
     if isinstance(state, Tensor):
         return "key" if state.dtype == torch.int64 else "a tensor"
     if isinstance(state, dict):
-        return "what its rules remember"
+        return "as its rules"
     return ", ".join(field.replace("_", " ") for field in getattr(state, "_fields", ()))
 
 

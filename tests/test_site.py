@@ -17,7 +17,7 @@ def maker(monkeypatch):
     """Imports a module of docs/."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     yield importlib.import_module
-    for name in ("formulas", "make_pictures"):
+    for name in ("formulas", "make_pictures", "torn"):
         sys.modules.pop(name, None)
 
 
@@ -55,3 +55,21 @@ def test_every_function_that_draws_has_a_picture_in_both_themes(maker, tmp_path)
     assert set(maker("make_pictures").write(tmp_path)) == names
     stored = {path.stem.removeprefix("plot_") for path in tmp_path.glob("*.png")}
     assert stored == {f"{name}_{theme}" for name in names for theme in ("light", "dark")}
+
+
+TORN = {
+    "a parameter by one space": "<dl class='field-list'><dd><dl class='simple'><dt>one of these</dt></dl></dd></dl>",
+    "a quote": "<dl class='field-list simple'><dd><blockquote><p>its default</p></blockquote></dd></dl>",
+    "a plural": "<code>DTensor``s on this mesh, placed ``Shard</code>",
+    "a backtick that stays": "<p>of `DTensor`s</p>",
+}
+
+
+@pytest.mark.parametrize("html", TORN.values(), ids=TORN)
+def test_torn_markup_is_found(maker, html):
+    assert len(maker("torn").torn_markup(f"<main>{html}<br></main>")) == 1
+
+
+def test_whole_markup_passes(maker):
+    html = "<dl class='py'><dd><dl class='field-list'><dd><p>a <code>`x`</code></p></dd></dl></dd></dl><pre>`y`</pre>"
+    assert not maker("torn").torn_markup(html)

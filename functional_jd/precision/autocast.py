@@ -45,8 +45,8 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
 
     Returns:
         A function with the signature of `f`. Inside, `torch.autocast` is on for the CPU and for the accelerator, if
-            there is one, without a cache of cast weights. If an argument is on the accelerator and no transform is
-            active, that is all. Else the tables give every op the dtype that CUDA's autocast gives it.
+        there is one, without a cache of cast weights. If an argument is on the accelerator and no transform is
+        active, that is all. Else the tables give every op the dtype that CUDA's autocast gives it.
 
     Raises:
         RuntimeError: when `f` calls `binary_cross_entropy`, whose logarithms overflow in half precision.

@@ -32,7 +32,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
 
     Returns:
         A function with the arguments of `function.apply`, and an attribute `apply` that is the function itself. Without
-            `function`, a decorator.
+        `function`, a decorator.
 
     Laws:
         Gradients have the dtypes of the inputs, and are differentiable if `backward` is. The backward runs in the

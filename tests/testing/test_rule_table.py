@@ -22,17 +22,17 @@ def test_every_rule_has_a_row():
         ("graddrop", "Jacobian", "key"),
         ("gradvac", "Gramian", "key, targets"),
         ("modo", "Gramian of two batches", "weights"),
-        ("grouped", "what its rules look at", "what its rules remember"),
+        ("grouped", "as its rules", "as its rules"),
     ],
 )
 def test_rows_say_what_a_rule_looks_at_and_remembers(name, sees, remembers):
-    assert (ROWS[name]["looks at"], ROWS[name]["remembers"]) == (sees, remembers)
+    assert (ROWS[name]["reads"], ROWS[name]["memory"]) == (sees, remembers)
 
 
-def test_rows_say_how_a_rule_is_called_and_what_it_claims():
-    assert ROWS["upgrad"]["rule"] == "`upgrad(preference=None)`"
+def test_rows_say_what_a_rule_claims():
     assert ROWS["upgrad"]["never conflicts"] == "✓"
     assert ROWS["mean"]["never conflicts"] == ""
+    assert [ROWS[name]["stationary"] for name in ("upgrad", "mgda", "constant")] == ["strongly", "weakly", ""]
 
 
 def test_the_table_of_the_docs_is_up_to_date():
