@@ -192,8 +192,10 @@ def _moved(
 
     Torch's public function around it, `torch.optim.adamw.adamw`, takes 1.3 to 2 times as long for 4 to 60 leaves.
     """
-    n, moved = len(leaves), list(map(torch.empty_like, (*leaves, *first, *second)))
-    copy_each(moved, [*leaves, *first, *second])
+    n, old = len(leaves), [*leaves, *first, *second]
+    moved = list(map(torch.clone if leaves[0].is_cpu else torch.empty_like, old))
+    if not leaves[0].is_cpu:  # in few launches
+        copy_each(moved, old)
     for index in range(n, 3 * n):  # the kernel trusts that what belongs to a leaf lies in memory as the leaf does
         if moved[index].stride() != moved[index % n].stride():
             moved[index] = copy_with_strides(moved[index], moved[index % n])
