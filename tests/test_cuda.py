@@ -1,5 +1,6 @@
 """The same steps on a GPU: skipped where there is none."""
 
+import gc
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -133,6 +134,18 @@ def test_a_rule_that_decomposes_is_refused_before_the_capture():
         fj.compiled(partial(fj.step, **how), backend="cudagraphs")(state, *batch)
     how = method(params, features, top, aggregator=fj.mean())  # the process can still capture
     fj.compiled(partial(fj.step, **how), backend="cudagraphs")(fj.train_state(params, *batch, **how), *batch)
+
+
+def test_a_replay_finds_its_constants_and_results_are_fresh():
+    f = lambda x: (x * torch.tensor([1.0, 2.0, 3.0]).cuda(), x.sum(), x.max())
+    take = fj.compiled(f, backend="cudagraphs")
+    first = take(torch.ones(3, device="cuda"))
+    gc.collect()
+    others = [torch.full((3,), 7.0, device="cuda") for _ in range(1000)]
+    second = take(torch.full((3,), 2.0, device="cuda"))
+    assert [x.tolist() for x in first] == [[1.0, 2.0, 3.0], 3.0, 1.0]
+    assert [x.tolist() for x in second] == [[2.0, 4.0, 6.0], 6.0, 2.0]
+    assert all((x == 7).all() for x in others)
 
 
 def rows_of_condition(m, condition):

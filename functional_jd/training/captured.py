@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from functional_jd.core.foreach import copy_each
+from functional_jd.core.foreach import clone_each, copy_each
 from functional_jd.torch_compat.graphs import base_of, written_bases
 
 _WAITS = (  # operators of aten that wait for the device, which a CUDA graph cannot hold
     *("_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq", "cholesky_solve", "nonzero", "masked_select"),
     *("_local_scalar_dense", "is_nonzero", "equal"),
 )
+
+
+_SMALL = 1 << 10  # elements of results that are copied together
 
 
 class Donated(Tensor):
@@ -111,6 +114,7 @@ class Captured:
         prepare_capture(graph)
         write_donated(graph, donated)
         self.lock, self.arguments, self.donated = Lock(), arguments, donated
+        self.module = graph  # it holds the constants, which a replay reads where they are
         with torch.no_grad():
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]
             self.newest: list[Tensor] = []  # the results that hold the memory of the donated ones
@@ -123,7 +127,8 @@ class Captured:
             results = list(run(*self.static))
             moved = [k for k in range(self.donated) if results[k] is not self.static[k]]
             apart = [results[k].clone() if _memory(results[k]) in written else results[k] for k in moved]
-            _copy([self.static[k] for k in moved], apart)
+            copy_each([self.static[k] for k in moved], apart)
+            self.small = [_joined(results, places) for places in _small(results, self.donated)]
         return graph, results
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -136,23 +141,40 @@ class Captured:
                     )
             known = len(self.newest)
             moved = [k for k in range(self.arguments) if k >= known or tensors[k] is not self.newest[k]]
-            _copy([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
+            copy_each([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
             self.graph.replay()
-            fresh = [torch.empty_like(x) for x in self.results[self.donated :]]
-            _copy(fresh, self.results[self.donated :])
+            fresh = self._fresh()
             for taken in (*tensors[: self.donated], *self.newest):  # whoever passed them, their memory is the next one
                 taken.__class__ = Donated
             self.newest = [x.detach() for x in self.static[: self.donated]]
             return self.newest + fresh
+
+    def _fresh(self) -> list[Tensor]:
+        """Copies of the results that are not donated: small ones of a dtype by one launch."""
+        found: dict[int, Tensor] = {}
+        for places, joined, sizes in self.small:
+            for k, part in zip(places, joined.clone().split(sizes), strict=True):
+                found[k] = part.view(self.results[k].shape)
+        large = [k for k in range(self.donated, len(self.results)) if k not in found]
+        found |= dict(zip(large, clone_each([self.results[k] for k in large]), strict=True))
+        return [found[k] for k in range(self.donated, len(self.results))]
 
 
 def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        copy_each(targets, sources)
+def _small(results: list[Tensor], start: int) -> list[list[int]]:
+    """The places of small results from `start` on, by dtype."""
+    places: dict[torch.dtype, list[int]] = {}
+    for k, x in enumerate(results):
+        if k >= start and 0 < x.numel() <= _SMALL:
+            places.setdefault(x.dtype, []).append(k)
+    return list(places.values())
+
+
+def _joined(results: list[Tensor], places: list[int]) -> tuple[list[int], Tensor, list[int]]:
+    return places, torch.cat([results[k].reshape(-1) for k in places]), [results[k].numel() for k in places]
 
 
 def check_inputs(inputs: Sequence[Tensor]) -> None:

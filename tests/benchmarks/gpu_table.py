@@ -90,9 +90,13 @@ def built(build: Callable[[], Callable[[], Any]], device: str, side: str, steps:
         return {"error": f"{type(error).__name__}: {lines[0][:200]}"}
 
 
-def once(step: Callable[[], Any], device: str, calls: int = 5) -> tuple[float, float]:
+def once(step: Callable[[], Any], device: str) -> tuple[float, float]:
     """Milliseconds of a step: until the device has finished, and until the host may go on."""
     wait(device)
+    start = time.perf_counter()
+    step()
+    wait(device)
+    calls = max(3, min(50, int(0.04 / (time.perf_counter() - start))))
     start = time.perf_counter()
     for _ in range(calls):
         step()
