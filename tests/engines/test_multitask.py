@@ -198,20 +198,6 @@ def test_the_heads_are_differentiated_once_for_groups_with_different_weights(sca
         torch.testing.assert_close(new.params["heads"][name], params["heads"][name] - rows[name]["heads"][name])
 
 
-@pytest.mark.parametrize("differentiate", [fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn])
-def test_a_head_that_reaches_the_trunk_beside_the_features_is_refused(differentiate):
-    kept = []
-
-    def features(p, x):
-        kept[:] = [(x @ p).square().mean()]
-        return (x @ p).tanh()
-
-    losses = fj.multitask(features, lambda h, z, x: {"one": (z @ h).mean(), "other": z.exp().mean() + kept[0]})
-    params = {"shared": torch.ones(3, 2).double(), "heads": torch.ones(2).double()}
-    with pytest.raises(ValueError, match=r"must depend on the trunk by its features only, found a loss that reaches"):
-        differentiate(losses)(params, torch.ones(4, 3).double())
-
-
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_heads_in_half_precision_are_added_in_float32_without_a_scale_too(mode):
     tasks = fj.multitask(lambda w, x: w * x, lambda v, h, x: [256 * v * h.to(v), v * h.to(v), v * h.to(v)])

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gramian_by_hand import Largest
 from jacobian_by_hand import scaled_rows
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,20 +197,6 @@ def test_the_graph_tells_its_nodes_and_its_widest_gradient():
     for _ in range(40):  # 2 ** 40 paths
         twice = twice + twice
     assert len(graph_nodes([twice])) == 44
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements behind the largest tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        made = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if torch.is_tensor(x)]
-        self.numel = max([self.numel, *made])
-        return result
 
 
 @pytest.mark.parametrize("shapes", [[2000], [(20, 50), 999, ()]], ids=["one output", "several outputs"])
