@@ -27,6 +27,22 @@ def priced(monkeypatch, lean):
     monkeypatch.setattr(products, "factors_are_cheaper", lambda *_: lean)
 
 
+def multiplied_out(part, shape, m):
+    """The rows of a part `[m, *p]`, and those of its absolute terms, in float64."""
+    if not isinstance(part, products.Factors):
+        return part.double(), part.double().abs()
+    left = F.one_hot(part.left, shape[0])[:, :, None] if part.left.ndim == 2 else part.left
+    sides = [side.double().expand(m, *side.shape[1:]) for side in (left, part.right)]
+    rows, terms = (torch.einsum("mpgo,mpgi->mgoi", *pair) for pair in (sides, [side.abs() for side in sides]))
+    return rows.reshape(m, *shape), terms.reshape(m, *shape)
+
+
+def rows_of_parts(parts, shape, m, which=0):
+    """The sum of the rows of parts `[m, n]`, or with 1 that of their absolute terms."""
+    rows = [multiplied_out(part, shape, m)[which] for part in parts]
+    return sum(rows, start=torch.zeros(m, *shape, dtype=torch.float64)).reshape(m, shape.numel())
+
+
 def weights_for(case):
     return WEIGHTS[:3] if isinstance(case.losses, Multitask) else WEIGHTS
 

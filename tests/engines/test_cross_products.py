@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bounds import check_products, check_stable, check_within, eps
-from gramian_by_hand import F, Largest, both_prices, wide
+from gramian_by_hand import F, Largest, both_prices, rows_of_parts, wide
 from hypothesis import given
 from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
@@ -23,16 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 def priced(patch, lean):
     patch.setattr(products, "crossed_factors_are_cheaper", lambda *_: lean)
-
-
-def multiplied_out(part, shape, m):
-    """The rows of a part `[m, n]`, and those of its absolute terms."""
-    if not isinstance(part, Factors):
-        return part.double().reshape(m, -1), part.double().abs().reshape(m, -1)
-    left = F.one_hot(part.left, shape[0])[:, :, None] if part.left.ndim == 2 else part.left
-    sides = [side.double().expand(m, *side.shape[1:]) for side in (left, part.right)]
-    rows, terms = (torch.einsum("mpgo,mpgi->mgoi", *pair) for pair in (sides, [side.abs() for side in sides]))
-    return rows.reshape(m, -1), terms.reshape(m, -1)
 
 
 KIND = st.sampled_from(["own", "common right", "lookup", "rows"])
@@ -70,13 +60,10 @@ def test_leaf_by_leaf_equal_to_rows_multiplied_out(sizes, kinds, groups, o, i, l
         patch.setattr(products, "block_size", lambda _: cached)
         found = crossed_leaf(*both, leaf, *sizes)
     assert (found.shape, found.dtype) == (sizes, torch.float64)
-    n = leaf.numel()
-    pairs = [[multiplied_out(part, leaf.shape, m) for part in parts] for parts, m in zip(both, sizes, strict=True)]
     (rows, terms), (others, other_terms) = (
-        [sum((x[j] for x in each), start=torch.zeros(m, n).double()) for j in (0, 1)]
-        for each, m in zip(pairs, sizes, strict=True)
+        [rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1)] for parts, m in zip(both, sizes, strict=True)
     )
-    check_within(found, rows @ others.mT, 4 * (n + 12) * eps(dtype) * (terms @ other_terms.mT))
+    check_within(found, rows @ others.mT, 4 * (leaf.numel() + 12) * eps(dtype) * (terms @ other_terms.mT))
 
 
 def flat_rows(case, args, m=None):

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from bounds import check_within, eps
+from gramian_by_hand import multiplied_out
 
 from functional_jd.engines.gramian import products as module
 from functional_jd.engines.gramian.products import (
@@ -37,12 +38,7 @@ def lookup(left, right, o, i):
 
 
 def by_hand(f, leaf):
-    """`row_s = sum_p left_sp right_sp'`."""
-    left, right = f
-    if left.ndim == 2:
-        left = torch.nn.functional.one_hot(left, leaf.shape[0]).unsqueeze(2)
-    rows = torch.einsum("mpgo,mpgi->mgoi", left.double().expand(M, -1, -1, -1), right.double().expand(M, -1, -1, -1))
-    return rows.reshape(M, *leaf.shape)
+    return multiplied_out(f, leaf.shape, M)[0]
 
 
 ROWS = [(M, M), (1, M), (M, 1)]

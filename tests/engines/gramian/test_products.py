@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from gramian_by_hand import Largest
+from gramian_by_hand import Largest, rows_of_parts
 from hypothesis import given
 from hypothesis import strategies as st
+from zoo import numbers
 
 from functional_jd.engines.gramian import products
 from functional_jd.engines.gramian.products import Factors, block_of, products_of_leaves
@@ -12,30 +13,8 @@ from functional_jd.engines.gramian.products import Factors, block_of, products_o
 PRICES = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
 
 
-def numbers(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def by_hand(parts, leaf, m):
-    """The rows `[m, n]`, position by position."""
-    rows = torch.zeros(m, *leaf.shape, dtype=torch.float64)
-    for part in parts:
-        if not isinstance(part, Factors):
-            rows += part.double()
-            continue
-        left, right = (side.expand(m, *side.shape[1:]) for side in part)
-        for s in range(m):
-            for p in range(right.shape[1]):
-                if left.ndim == 2:
-                    rows[s, left[s, p]] += right[s, p, 0].double()
-                else:
-                    product = left[s, p].double()[:, :, None] * right[s, p].double()[:, None, :]
-                    rows[s] += product.reshape(leaf.shape)
-    return rows.reshape(m, leaf.numel())
-
-
 def agree(parts, leaf, m, tolerance):
-    (gramian_of, pull), rows = block_of(parts, leaf, m), by_hand(parts, leaf, m)
+    (gramian_of, pull), rows = block_of(parts, leaf, m), rows_of_parts(parts, leaf.shape, m)
     gramian, weights = rows @ rows.mT, numbers(m, seed=9)
     assert gramian_of.dtype == torch.float64
     assert (gramian_of - gramian).abs().max() <= tolerance * gramian.abs().max()
@@ -176,7 +155,7 @@ def test_leaves_joined_equal_leaves_apart(m, leaves, small, seed):
         patch.setattr(products, "LEAST_WIDTH", -1)
         patch.setattr(products, "_JOINED", small)
         gramian, pullback = products_of_leaves(parts, likes, m)
-    rows = torch.cat([by_hand(own, like, m) for own, like in zip(parts, likes, strict=True)], 1)
+    rows = torch.cat([rows_of_parts(own, like.shape, m) for own, like in zip(parts, likes, strict=True)], 1)
     assert gramian.dtype == torch.float64
     assert (gramian - rows @ rows.mT).abs().max() <= 1e-6 * (rows @ rows.mT).abs().max()
     weights = numbers(m, seed=3)
@@ -189,7 +168,7 @@ def test_leaves_joined_equal_leaves_apart(m, leaves, small, seed):
 @pytest.mark.parametrize(("m", "positions", "groups"), [(5, 60, 1), (9, 40, 2), (300, 1, 1)])
 def test_pairs_beside_the_diagonal_are_computed_once_and_right(m, positions, groups):
     f = Factors(numbers(m, positions, groups, 3), numbers(m, positions, groups, 2, seed=1))
-    rows = by_hand([f], torch.zeros(groups * 3, 2), m)
+    rows = rows_of_parts([f], torch.Size([groups * 3, 2]), m)
     gramian = products._inner_products(f, m)
     assert torch.allclose(gramian, rows @ rows.mT, rtol=1e-9, atol=1e-9 * float((rows @ rows.mT).abs().max()))
     assert torch.allclose(gramian, gramian.mT, rtol=1e-12)

@@ -11,13 +11,13 @@ from gramian_by_hand import (
     both_prices,
     expectation,
     model_of,
+    rows_of_parts,
     single,
     weights_for,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, case_of, leaves
-from torch import nn
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
 
@@ -38,21 +38,9 @@ def priced(patch, lean):
 # Leaf by leaf
 
 
-def multiplied_out(part, shape, m):
-    """The rows of a part `[m, *p]`, and those of its absolute terms, in float64."""
-    if not isinstance(part, Factors):
-        return part.double(), part.double().abs()
-    left = nn.functional.one_hot(part.left, shape[0])[:, :, None] if part.left.ndim == 2 else part.left
-    sides = [side.double().expand(m, *side.shape[1:]) for side in (left, part.right)]
-    rows, terms = (torch.einsum("mpgo,mpgi->mgoi", *pair) for pair in (sides, [side.abs() for side in sides]))
-    return rows.reshape(m, *shape), terms.reshape(m, *shape)
-
-
 def agree_leaf(parts, leaf, m):
     gramian_of, pull = block_of(parts, leaf, m, norms_only=True)
-    pairs = [multiplied_out(part, leaf.shape, m) for part in parts]
-    rows = sum(pair[0] for pair in pairs).reshape(m, leaf.numel())
-    terms = sum(pair[1] for pair in pairs).reshape(m, leaf.numel())
+    rows, terms = (rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1))
     assert gramian_of.dtype == torch.float64
     assert (gramian_of >= 0).all()
     length = sum(part.right.shape[1] if isinstance(part, Factors) else 1 for part in parts) + leaf.numel()
