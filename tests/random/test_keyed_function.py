@@ -450,6 +450,16 @@ def test_what_is_not_covered_is_refused_by_name(draw, name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_what_else_no_stream_gives_raises():
+    with pytest.raises(NotImplementedError, match=r"keyed: dtype must be float64, .* found torch\.complex64"):
+        keyed(torch.randn)(KEY, 3, dtype=torch.complex64)
+    assert torch.equal(keyed(nn.functional.rrelu)(KEY, -x), nn.functional.rrelu(-x))
+    with pytest.raises(Exception, match="poisson"):
+        compiled(keyed(torch.poisson))(KEY, x)
+    with torch.random.fork_rng(), pytest.raises(RuntimeError, match="one has moved"):
+        keyed(torch.manual_seed)(KEY, 3)
+
+
 def test_every_function_in_python_that_draws_inside_is_known():
     for functions in torch.overrides.get_overridable_functions().values():
         for f in functions:
@@ -457,22 +467,6 @@ def test_every_function_in_python_that_draws_inside_is_known():
                 source = inspect.getsource(inspect.unwrap(f)).split('"""')[-1].partition("\n")[2]
                 if any(map(keyed_function.reads_generator, re.findall(r"(?:torch\.|_VF\.|\.)(\w+)\(", source))):
                     assert f in keyed_function._DRAWING or keyed_function.reads_generator(f.__name__), f
-
-
-def test_what_is_not_covered_is_refused_while_compiling():
-    with pytest.raises(Exception, match="poisson"):
-        compiled(keyed(torch.poisson))(KEY, x)
-
-
-def test_a_generator_that_moves_unseen_is_noticed():
-    with torch.random.fork_rng(), pytest.raises(RuntimeError, match="one has moved"):
-        keyed(torch.manual_seed)(KEY, 3)
-
-
-def test_numbers_that_no_stream_gives_raise():
-    with pytest.raises(NotImplementedError, match=r"keyed: dtype must be float64, .* found torch\.complex64"):
-        keyed(torch.randn)(KEY, 3, dtype=torch.complex64)
-    assert torch.equal(keyed(nn.functional.rrelu)(KEY, -x), nn.functional.rrelu(-x))
 
 
 def test_nothing_is_left_to_the_collector():
