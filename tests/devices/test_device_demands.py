@@ -210,7 +210,7 @@ def test_examples_take_no_fused_attention():
     ],
 )
 def test_torch_has_no_batching_rule_for_what_the_limits_name(name):
-    """Where it has one, `docs/limits.md` says too much."""
+    """If it has one, `docs/limits.md` names it in vain."""
     knows = partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"aten::{name}")
     assert not any(map(knows, ("FuncTorchBatched", "FuncTorchBatchedDecomposition", "CompositeImplicitAutograd")))
     assert hasattr(torch.ops.aten, name)
