@@ -129,17 +129,6 @@ def test_heads_whose_sum_overflows_skip_a_step_with_a_scale_each(rule, engine):
     assert after.params["heads"]["both"] == 0
 
 
-def test_compiled_heads_are_unscaled_too():
-    rows, heads = by_hand(1.0)
-    torch.compiler.reset()
-    find = torch.compile(fj.jacobian_fn(losses(), scale=torch.tensor(8.0)), fullgraph=True, backend="aot_eager")
-    found, _, finite = find(PARAMS, X)
-    assert finite
-    torch.testing.assert_close(found.shared["w"], rows)
-    for name, each in heads.items():
-        torch.testing.assert_close(found.heads[name], each.sum(0))
-
-
 def test_heads_in_half_precision_are_added_in_float32_with_a_scale():
     """Without one, the direction has the dtypes of the parameters."""
     halves = PARAMS | {"heads": {name: x.half() for name, x in PARAMS["heads"].items()}}

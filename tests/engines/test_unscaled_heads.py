@@ -66,6 +66,9 @@ def test_heads_may_have_no_parameters(mode, scale):
     assert found.heads == {}
     # The columns of x summed; and the first example, in the second column alone.
     assert found.shared.tolist() == [[[-2, -2], [2.5, 2.5]], [[0, 1], [0, 2]]]
+    direction, _ = jd.weighted_fn(losses)({"shared": TRUNK, "heads": {}}, X)[1](torch.tensor([2.0, -1.0]))
+    assert direction["heads"] == {}
+    assert direction["shared"].tolist() == [[-4, -5], [5, 3]]
 
 
 @pytest.mark.parametrize("overflows", [0, 2])
