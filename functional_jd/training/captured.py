@@ -32,21 +32,15 @@ class Donated(Tensor):
 
 
 def prepare_capture(graph: fx.GraphModule) -> None:
-    """Let a graph run on the device alone. Raise for operators that no CUDA graph can hold: a capture that fails is the
-    last one of its process.
-    """
+    """Let a graph run on the device alone. Raise for operators that wait: after a failed capture no other succeeds."""
     for node in graph.graph.nodes:  # searches on the host have an operator for the device
         package, _, name = str(node.target).removesuffix(".default").partition(".")
         twin = getattr(torch.ops.functional_jd, f"{name}_on_device", None) if package == "functional_jd" else None
         node.target = node.target if twin is None else twin.default
     _copy_constants(graph)
     for node in graph.graph.nodes:
-        name = str(node.target)
-        if (
-            name.partition(".")[2].partition(".")[0] in _WAITS
-            or _crosses(node)
-            or torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ())
-        ):
+        name, unsafe = str(node.target), torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ())
+        if unsafe or name.partition(".")[2].partition(".")[0] in _WAITS or _crosses(node):
             raise ValueError(
                 f"compiled: the function must not wait for the device with backend='cudagraphs', found {name}. Take a "
                 "rule with solver='device', keep all tensors on the device, or use backend='eager'."
@@ -122,23 +116,22 @@ class Captured:
 
     def _captured(self, run: Callable[..., Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
         run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
-        graph, written = torch.cuda.CUDAGraph(), {_memory(x) for x in self.static[: self.arguments]}
+        memory = lambda x: x.untyped_storage().data_ptr()
+        graph, written = torch.cuda.CUDAGraph(), set(map(memory, self.static[: self.arguments]))
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = list(run(*self.static))
             moved = [k for k in range(self.donated) if results[k] is not self.static[k]]
-            apart = [results[k].clone() if _memory(results[k]) in written else results[k] for k in moved]
+            apart = [results[k].clone() if memory(results[k]) in written else results[k] for k in moved]
             copy_each([self.static[k] for k in moved], apart)
-            self.small = [_joined(results, places) for places in _small(results, self.donated)]
+            self.small = _small(results, self.donated)
         return graph, results
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Copy the inputs in, replay, and return fresh tensors; donated ones keep their static memory."""
         with self.lock, torch.no_grad():
-            for own, given in zip(self.static[self.arguments :], tensors[self.arguments :], strict=True):
-                if own.data_ptr() != given.data_ptr():
-                    raise ValueError(
-                        "compiled: tensors of closures must keep their memory, found one that moved. Pass it instead."
-                    )
+            closures = zip(self.static[self.arguments :], tensors[self.arguments :], strict=True)
+            if any(own.data_ptr() != given.data_ptr() for own, given in closures):
+                raise ValueError("compiled: tensors of closures must keep their memory, found one that moved. Pass it.")
             known = len(self.newest)
             moved = [k for k in range(self.arguments) if k >= known or tensors[k] is not self.newest[k]]
             copy_each([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
@@ -151,30 +144,22 @@ class Captured:
 
     def _fresh(self) -> list[Tensor]:
         """Copies of the results that are not donated: small ones of a dtype by one launch."""
-        found: dict[int, Tensor] = {}
-        for places, joined, sizes in self.small:
-            for k, part in zip(places, joined.clone().split(sizes), strict=True):
-                found[k] = part.view(self.results[k].shape)
-        large = [k for k in range(self.donated, len(self.results)) if k not in found]
+        found, places = dict[int, Tensor](), range(self.donated, len(self.results))
+        for own, joined in self.small:
+            parts = joined.clone().split([self.results[k].numel() for k in own])
+            found |= {k: part.view(self.results[k].shape) for k, part in zip(own, parts, strict=True)}
+        large = [k for k in places if k not in found]
         found |= dict(zip(large, clone_each([self.results[k] for k in large]), strict=True))
-        return [found[k] for k in range(self.donated, len(self.results))]
+        return [found[k] for k in places]
 
 
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _small(results: list[Tensor], start: int) -> list[list[int]]:
-    """The places of small results from `start` on, by dtype."""
+def _small(results: list[Tensor], start: int) -> list[tuple[list[int], Tensor]]:
+    """By dtype, the places of the small results from `start` on, and these joined."""
     places: dict[torch.dtype, list[int]] = {}
     for k, x in enumerate(results):
         if k >= start and 0 < x.numel() <= _SMALL:
             places.setdefault(x.dtype, []).append(k)
-    return list(places.values())
-
-
-def _joined(results: list[Tensor], places: list[int]) -> tuple[list[int], Tensor, list[int]]:
-    return places, torch.cat([results[k].reshape(-1) for k in places]), [results[k].numel() for k in places]
+    return [(own, torch.cat([results[k].reshape(-1) for k in own])) for own in places.values()]
 
 
 def check_inputs(inputs: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from functional_jd.core.arguments import check_flag, check_function, refuse
@@ -20,10 +21,8 @@ from functional_jd.torch_compat import graphs
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
 from functional_jd.training.captured import Captured
 
-Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
-
-def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", donate: bool = False) -> "Compiled":
+def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
     `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values. The
@@ -39,15 +38,14 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
 
     Returns:
         A function that returns what `f` does, up to rounding. It has a graph for each structure of the arguments, for
-        the shapes, strides, dtypes and devices of tensors, for other values, and for settings: autocast, the default
-        dtype, deterministic algorithms, and the modes (`training`) of modules.
+        layouts of tensors, other values, autocast, default dtype, deterministic algorithms, and modes of modules.
 
     Raises:
         TypeError: an argument is neither a plain tensor nor hashable, or is an object whose contents are not seen; a
             result is neither a tensor nor a number or a name.
         ValueError: `f` changes an argument or a tensor of its closure in place, or draws numbers without a key; a
             tensor requires grad; a transform or a mode is active. With `"cudagraphs"`: tensors elsewhere, and operators
-            that wait for the device, such as `eigh`, found before the capture.
+            that wait for the device, such as `eigh`.
         RuntimeError: `f` decides by values, such as `if x > 0`, `x[mask]`, or `x.item()`; a tensor that was donated.
 
     Guarantees:
@@ -57,8 +55,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
         Tensors of the closure of `f` are read in each call; numbers that are no arguments once.
 
     Example:
-        >>> double = compiled(lambda x: {"twice": 2 * x}, backend="eager")
-        >>> double(torch.ones(2))
+        >>> compiled(lambda x: {"twice": 2 * x}, backend="eager")(torch.ones(2))
         {'twice': tensor([2., 2.])}
     """
     check_function("compiled", "f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
@@ -153,8 +150,8 @@ class Compiled:
             )
         for node in graphs.draws(graph):
             raise ValueError(
-                f"compiled: expected numbers that are drawn by a key, found {node.target}, which takes a generator. "
-                "Wrap what draws by random.keyed, and pass its key as an argument."
+                f"compiled: expected numbers that are drawn by a key, found {node.target}. Wrap what draws by "
+                "random.keyed, and pass its key as an argument."
             )
         constants = graphs.with_inputs_for_constants(graph)
         inputs, (of_result, leaves, donated) = [*tensors, *(x.detach() for x in constants)], found
@@ -168,12 +165,11 @@ def _warn(arguments: Any, kinds: list[Any]) -> None:
     """Warn of many graphs, with the first argument in which the last two calls differ."""
     both = zip(tree_names(arguments), *kinds[-2:], strict=False)
     differ = next((_called(name) for name, old, new in both if old != new), "their structure")
-    warnings.warn(
+    text = (
         f"compiled: {_MANY} graphs of one function were made, and the last two calls differ in {differ}. Pad batches "
-        "to one size, pass numbers that change as tensors, and make functions among the arguments once.",
-        RuntimeWarning,
-        stacklevel=3,
+        "to one size, pass numbers that change as tensors, and make functions among the arguments once."
     )
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 class _Graph(NamedTuple):
@@ -206,9 +202,8 @@ def _kind(leaf: Any) -> Any:
 
 def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
     """The settings of torch that operators follow."""
-    types = sorted({"cpu", *(x.device.type for x in tensors)})
-    types = [kind for kind in types if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    autocast = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in types])
+    known = [kind for kind in sorted({"cpu", *(x.device.type for x in tensors)}) if is_autocast_available(kind)]
+    autocast = tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in known])
     modes = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return autocast, torch.get_default_dtype(), torch.get_default_device(), modes
 
