@@ -16,7 +16,7 @@ import functional_jd
 SECTIONS = {
     "Train": ["training", "engines.choose"],
     "Objectives": ["objectives"],
-    "Differentiate": ["engines", "aggregation.observation", "torch_compat.slow_path"],
+    "Differentiate": ["engines", "aggregation.observation", "torch_compat.callers"],
     "Aggregate": ["aggregation", "core.heads", "core.types"],
     "Rules": ["aggregators"],
     "Loss scaling": ["precision.loss_scale", "precision.scale_state"],

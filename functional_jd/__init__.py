@@ -69,7 +69,7 @@ from functional_jd.optimizers.sgd import sgd
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.loss_scale import unscale, update_scale
 from functional_jd.precision.scale_state import scale_state
-from functional_jd.torch_compat.slow_path import SlowPathWarning
+from functional_jd.torch_compat.callers import SlowPathWarning
 from functional_jd.training.accumulate import accumulate
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.compiled import compiled

@@ -67,9 +67,9 @@ def scaled_rows(losses, scale, mode="auto", chunk_size=None):
     """The rows times the scale at which their backward passes run, without flags; and the losses."""
 
     def rows_and_losses(*args):
-        factor = multiplier(scale, "jacobian_fn")
+        factor = multiplier(scale)
         differentiable = is_differentiable((args, factor))
-        plan = Plan("jacobian_fn", False, factor, differentiable, mode, chunk_size)
+        plan = Plan(False, factor, differentiable, mode, chunk_size)
         jacobian, values, _ = kind_of(losses).jacobian(losses, args, plan)
         rows, heads = split_heads(jacobian)
         scaled = lambda row: row * (factor.reshape(-1, *[1] * (row.ndim - 1)) if factor.ndim else factor)

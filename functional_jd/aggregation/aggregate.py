@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count, loss_vector
-from functional_jd.core.arguments import Domain, refuse
+from functional_jd.core.arguments import Domain, here, refuse
 from functional_jd.core.float64 import has_float64, warn_of_rows
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import is_capturing, run_on_host
@@ -106,14 +106,14 @@ def aggregate(
         >>> direction, jacobian @ direction  # no row conflicts with it
         (tensor([0.5000, 1.0000]), tensor([1.0000, 0.5000]))
     """
-    check_rule(aggregator, "aggregate")
-    m, *rest = (row_count(rows_of(rows), "aggregate") for rows in (jacobian, *others))
+    check_rule(aggregator)
+    m, *rest = (row_count(rows_of(rows)) for rows in (jacobian, *others))
     if any(other != m for other in rest):
         raise ValueError(
             f"aggregate: all Jacobians need the same number of rows, found {' and '.join(map(str, (m, *rest)))}. "
             "Compute them with the same losses on independent batches."
         )
-    if losses is not None and (found := loss_count(losses, "aggregate")) != m:
+    if losses is not None and (found := loss_count(losses)) != m:
         raise ValueError(
             f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
             "with the Jacobian."
@@ -122,7 +122,7 @@ def aggregate(
     leaves = tree_leaves(rows_of(jacobian))
 
     def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Weights, Tree]:
-        weights, state = apply_rule(aggregator, received, state, "aggregate", seen._replace(products=products))
+        weights, state = apply_rule(aggregator, received, state, seen._replace(products=products), fixed=False)
         return *weights_to_sum(weights, products, leaves), state
 
     with autocast_disabled():
@@ -131,15 +131,15 @@ def aggregate(
         products = (received if view.receive is receive else receive(seen)) if by_gramian else None
         given = received, products, state
         weights, own, state = where_it_runs(aggregator, view, seen, update, *given, apart=True)
-        direction = combined("aggregate", jacobian, own, wide=products is not None)
+        direction = combined(jacobian, own, wide=products is not None)
         return Aggregation(direction, weights, state)
 
 
-def check_rule(aggregator: Any, where: str) -> None:
+def check_rule(aggregator: Any) -> None:
     """Raise TypeError unless `aggregator` is an `Aggregator`, which an uncalled builder is not."""
     if not isinstance(aggregator, Aggregator):
         raise TypeError(
-            f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
+            f"{here()}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
         )
 
 
@@ -151,39 +151,39 @@ _UNPAIRED = "what the rule's update(view, memory) returns", "a pair, (weights, m
 
 
 def apply_rule(
-    aggregator: Aggregator, received: Any, state: Tree, where: str, seen: Observation | None = None
+    aggregator: Aggregator, received: Any, state: Tree, seen: Observation | None = None, *, fixed: bool = True
 ) -> tuple[Weights, Tree]:
     """The weights and the next state of a rule, from what its view receives of an observation. An objective whose loss
     is exactly 0, with a row of zeros, is absent: what the rule remembers of it stays. The caller switches autocast off.
 
     Raises ValueError for a state of another rule, or for another number of objectives: if `update` raises or drops it,
-    and in a step also if the state does not keep its structure.
+    and if it is `fixed`, as in a step, also if it does not keep its structure.
     """
     if state is None:
         initial = aggregator.init(received)
         found: Any = aggregator.update(received, initial)
-        weights, new = refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
+        weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
         return weights, _remembered(initial, new, seen) if tree_leaves(new) else new
     remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
-    if where != "aggregate" and remembers and (leaves := tree_leaves(state)):
+    if fixed and remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
             if x.shape[:1] == (1,):  # which fits all sizes: `update` would not notice other objectives
-                _refuse_other_state(aggregator, received, state, where, None)
+                _refuse_other_state(aggregator, received, state, None)
                 break
     if torch.compiler.is_compiling():
         weights, new = aggregator.update(received, state)
         return weights, _remembered(state, new, seen) if remembers else new
     try:
         found: Any = aggregator.update(received, state)
-        weights, new = refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
+        weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
     except Exception as error:
         if is_out_of_memory(error):  # `init` would ask for more
             raise
-        _refuse_other_state(aggregator, received, state, where, error)
+        _refuse_other_state(aggregator, received, state, error)
         raise
     # A state that comes back as it was needs no comparison with itself; `aggregate` refuses one that is dropped.
-    if new is not state and (tree_difference(state, new) if where != "aggregate" else remembers and new == ()):
-        _refuse_other_state(aggregator, received, state, where, None)
+    if new is not state and (tree_difference(state, new) if fixed else remembers and new == ()):
+        _refuse_other_state(aggregator, received, state, None)
     return weights, _remembered(state, new, seen) if remembers and new is not state else new
 
 
@@ -245,16 +245,14 @@ def _goes_to_host(given: tuple[Any, ...]) -> bool:
     )
 
 
-def _refuse_other_state(
-    aggregator: Aggregator, received: Any, state: Tree, where: str, error: Exception | None
-) -> None:
+def _refuse_other_state(aggregator: Aggregator, received: Any, state: Tree, error: Exception | None) -> None:
     try:
         difference = tree_difference(aggregator.init(received), state)
     except CannotStartError:  # such a rule looks at the state itself
         return
     if difference:
         raise ValueError(
-            f"{where}: the state must be one of this rule for the same number of objectives: {difference}. Start it "
+            f"{here()}: the state must be one of this rule for the same number of objectives: {difference}. Start it "
             "anew with train_state, or by aggregate without a state."
         ) from error
 

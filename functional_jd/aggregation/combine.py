@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import described, here
 from functional_jd.core.heads import direction_with_heads, split_heads
 from functional_jd.core.rows import (
     as_matrix,
@@ -58,15 +58,15 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         >>> aggregation.combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
         {'w': tensor([2.5000, 4.0000])}
     """
-    return combined("combine", jacobian, weights)
+    return combined(jacobian, weights)
 
 
-def combined(where: str, jacobian: Jacobian, weights: Weights, *, wide: bool = False) -> Direction:
+def combined(jacobian: Jacobian, weights: Weights, *, wide: bool = False) -> Direction:
     """`combine`, whose errors name the function that the user called; with `wide` in at least the dtype of weights."""
     rows, heads = split_heads(jacobian)
     dtype = weights.dtype if wide and isinstance(weights, Tensor) else torch.float32
     with autocast_disabled():
-        return direction_with_heads(_combined(where, rows, weights, dtype), heads)
+        return direction_with_heads(_combined(rows, weights, dtype), heads)
 
 
 def weights_to_sum(
@@ -116,7 +116,7 @@ def _smaller(weights: Tensor, gramian: Gramian, eps: float) -> Tensor:
 
 
 def products_of_rows(
-    where: str, leaves: list[Tensor], structure: Any, needed: str
+    leaves: list[Tensor], structure: Any, needed: str
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
     """The Gramian of rows with these leaves, their squared norms, or the largest of their `"magnitudes"`, and `combine`
     of them as at least float32, beside a Gramian in the dtype of the weights, from one set of matrices. The caller of
@@ -138,9 +138,9 @@ def products_of_rows(
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, split(matrices, 0), weights)
+            return combined(split(matrices, 0), weights)
         if weights.shape != shapes[0][:1] or weights.is_complex():
-            refuse_row_weights(where, weights, shapes[0][0])
+            refuse_row_weights(weights, shapes[0][0])
         cast: dict[torch.dtype, Tensor] = {}  # once for all leaves
         summed: list[Tensor] = []
         for matrix in matrices:
@@ -157,21 +157,21 @@ def products_of_rows(
     return reduce(add, map(found, matrices)), pullback
 
 
-def refuse_row_weights(where: str, weights: Tensor, m: int) -> None:
+def refuse_row_weights(weights: Tensor, m: int) -> None:
     """Raise ValueError for what is not one real number per row."""
     found = described(weights) if weights.is_complex() else list(weights.shape)
     raise ValueError(
-        f"{where}: expected one weight per row, [{m}], found {found}. "
+        f"{here()}: expected one weight per row, [{m}], found {found}. "
         "Check the number of objectives of the rule and of its preference. A rule returns weights, no direction."
     )
 
 
-def _combined(where: str, jacobian: Tree, weights: Weights, dtype: torch.dtype) -> Tree:
+def _combined(jacobian: Tree, weights: Weights, dtype: torch.dtype) -> Tree:
     leaves, structure = tree_flatten(jacobian)
-    m = row_count(jacobian, where, leaves)
+    m = row_count(jacobian, leaves)
     if isinstance(weights, Tensor) and weights.ndim < 2:
         if weights.shape != (m,) or weights.is_complex():
-            refuse_row_weights(where, weights, m)
+            refuse_row_weights(weights, m)
         if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
             weights = weights.to(leaves[0].device, dtype)  # once, and not for every leaf
         sums = [sharded_as(weighted_sum(shard_of(leaf), weights, dtype), leaf, -1) for leaf in leaves]
@@ -179,9 +179,9 @@ def _combined(where: str, jacobian: Tree, weights: Weights, dtype: torch.dtype) 
     weights = weights_by_leaf(weights, jacobian)
     if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
         for leaf, own in zip(leaves, leaves_like(structure, weights), strict=True):
-            _check_shape(where, leaf, own, m)
+            _check_shape(leaf, own, m)
     else:
-        _check_entrywise(where, weights, jacobian, m)
+        _check_entrywise(weights, jacobian, m)
     return tree_map(_entrywise, jacobian, weights)
 
 
@@ -202,7 +202,7 @@ def _entrywise(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
     return sharded_as(_entrywise_sum(shard_of(leaf), shard_of(weights)), leaf, -1)
 
 
-def _check_entrywise(where: str, weights: Weights, jacobian: Tree, m: int) -> None:
+def _check_entrywise(weights: Weights, jacobian: Tree, m: int) -> None:
     """Refuse weights by leaf, of which one has none, or some of another shape."""
     by_leaf: list[Any] = []
     if isinstance(weights, Tensor | AffineWeights) == isinstance(jacobian, Tensor):
@@ -210,25 +210,25 @@ def _check_entrywise(where: str, weights: Weights, jacobian: Tree, m: int) -> No
             by_leaf = leaves_like(tree_flatten(jacobian)[1], weights)
     if not by_leaf or not all(isinstance(x, Tensor | AffineWeights) for x in by_leaf):
         raise ValueError(
-            f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
+            f"{here()}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
             f"Jacobian, found {described(weights)}. Check what the rule returns."
         )
     for name, leaf, own in zip(tree_names(jacobian), tree_leaves(jacobian), by_leaf, strict=True):
-        _check_shape(where, leaf, own, m, f" of leaf {name!r}" if name else "")
+        _check_shape(leaf, own, m, f" of leaf {name!r}" if name else "")
 
 
-def _check_shape(where: str, leaf: Tensor, own: Tensor | AffineWeights, m: int, of_leaf: str = "") -> None:
+def _check_shape(leaf: Tensor, own: Tensor | AffineWeights, m: int, of_leaf: str = "") -> None:
     """Refuse weights of a leaf that are neither one for each row nor broadcast to it with all its dimensions."""
     shape, given = list(leaf.shape), own.weights if isinstance(own, AffineWeights) else own
     sizes = zip(given.shape, shape, strict=False)
     if given.shape != (m,) and (given.ndim != len(shape) or any(size not in (1, full) for size, full in sizes)):
         raise ValueError(
-            f"{where}: expected weights{of_leaf} of shape [{m}], one per row, or that broadcast to {shape} with as "
+            f"{here()}: expected weights{of_leaf} of shape [{m}], one per row, or that broadcast to {shape} with as "
             f"many dimensions, found {list(given.shape)}. A rule returns weights, and no direction."
         )
     if isinstance(own, AffineWeights) and list(own.rest.shape) != shape[1:]:
         raise ValueError(
-            f"{where}: expected the rest{of_leaf} of shape {shape[1:]}, that of the direction, found "
+            f"{here()}: expected the rest{of_leaf} of shape {shape[1:]}, that of the direction, found "
             f"{list(own.rest.shape)}. It is added to the weighted sum of the rows."
         )
 

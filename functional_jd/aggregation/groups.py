@@ -62,9 +62,9 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
         >>> aggregate(rule, jacobian).weights
         tensor([0.7500, 1.0000], dtype=torch.float64)
     """
-    check_rule(rule, "from_part")
+    check_rule(rule)
     if not isinstance(names, list | tuple) or not names:
-        refuse("from_part", "names", "a list of keys of the parameters", names, 'Pass for instance ["last"].')
+        refuse("names", "a list of keys of the parameters", names, 'Pass for instance ["last"].')
     view = as_view(rule.view)
 
     def part(rows: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         >>> for i in range(16):
         ...     state, info = step(state, x, aggregator=repeated if i % 8 else fresh, **method)
     """
-    check_rule(rule, "held")
+    check_rule(rule)
 
     def weigh(view: Any, inner: Tree) -> tuple[Tensor, Tree]:
         weights, inner = rule.update(view, inner)

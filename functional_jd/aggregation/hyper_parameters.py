@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import Domain, check_option, described
+from functional_jd.core.arguments import Domain, check_option, described, here
 from functional_jd.core.safe import nan_unless
 from functional_jd.random import uniform
 from functional_jd.solvers.search import Solver
@@ -23,24 +23,19 @@ PREFERENCES = Domain(
 )
 
 
-def runs_on_host(solver: Solver, where: str, *given: Any) -> bool:
+def runs_on_host(solver: Solver, *given: Any) -> bool:
     """Check where a rule is solved, and whether all of it can go to the host: its tensors `[]` may stand elsewhere."""
-    check_option(where, "solver", solver, ("host", "device"), 'The default is "host".')
+    check_option("solver", solver, ("host", "device"), 'The default is "host".')
     return solver == "host" and all(not isinstance(x, Tensor) or x.is_cpu for x in given)
 
 
 def per_objective(
-    where: str,
-    name: str,
-    given: Numbers | None,
-    domain: Domain | None = FINITE,
-    *,
-    default: Callable[[int], float] | None = None,
+    name: str, given: Numbers | None, domain: Domain | None = FINITE, *, default: Callable[[int], float] | None = None
 ) -> Callable[[Tensor], Tensor]:
     """Check one number per objective and return them as a function of the view.
 
     Args:
-        where, name: the names of rule and argument, for errors.
+        name: the name of the argument, for errors.
         given: `[m]`, floating-point, or a sequence of numbers and of tensors `[]`. Copied: later changes to the tensor
             have no effect.
         domain: the valid numbers; `None` for all.
@@ -58,7 +53,7 @@ def per_objective(
     if given is None and default is not None:
         value = default
         return lambda rows: torch.full((len(rows),), value(len(rows)), dtype=_dtype_beside(rows), device=rows.device)
-    numbers = _checked(where, name, given, domain)
+    numbers, rule = _checked(name, given, domain), here()
     concrete = _values_are_known(numbers) and not numbers.requires_grad and is_concrete(numbers)
     values = numbers.tolist() if concrete else None
     copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -66,7 +61,7 @@ def per_objective(
     def numbers_for(rows: Tensor) -> Tensor:
         if len(rows) != len(numbers):
             raise ValueError(
-                f"{where}: {name} must be one per row, found {len(numbers)} and {len(rows)} rows. "
+                f"{rule}: {name} must be one per row, found {len(numbers)} and {len(rows)} rows. "
                 "Pass one number per loss."
             )
         place = rows.device, _dtype_beside(rows)
@@ -86,27 +81,27 @@ def per_objective(
     return numbers_for
 
 
-def preferences(where: str, name: str, given: Numbers | None) -> Callable[[Tensor], Tensor]:
+def preferences(name: str, given: Numbers | None) -> Callable[[Tensor], Tensor]:
     """The importance of each objective: `per_objective` for non-negative numbers, where `None` means `1 / m`."""
-    return per_objective(where, name, given, PREFERENCES, default=lambda m: 1 / m)
+    return per_objective(name, given, PREFERENCES, default=lambda m: 1 / m)
 
 
-def _checked(where: str, name: str, given: Any, domain: Domain | None) -> Tensor:
+def _checked(name: str, given: Any, domain: Domain | None) -> Tensor:
     """The numbers as a tensor float64 `[m]`: NaN where they are outside the domain and their values are not known."""
     if isinstance(given, Tensor) and not given.is_floating_point():
         raise TypeError(
-            f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
+            f"{here()}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
         )
-    numbers = _as_tensor(given, where, name)
+    numbers = _as_tensor(given, name)
     if numbers.ndim != 1 or len(numbers) == 0:
         raise ValueError(
-            f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
+            f"{here()}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
             "Pass a flat sequence in the order of objective_names(losses): keys of a dict are sorted."
         )
     if domain is not None and not _values_are_known(numbers):
         numbers = nan_unless(domain.contains(numbers).all(), numbers)
     elif domain is not None and not domain.contains(numbers).all():
-        raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.cure}")
+        raise ValueError(f"{here()}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.cure}")
     return numbers
 
 
@@ -115,17 +110,17 @@ def _dtype_beside(rows: Tensor) -> torch.dtype:
     return torch.float64 if rows.is_cpu else torch.promote_types(rows.dtype, torch.float32)
 
 
-def _as_tensor(given: Any, where: str, name: str) -> Tensor:
+def _as_tensor(given: Any, name: str) -> Tensor:
     """The numbers as a new tensor, float64."""
     try:
         if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
-            return torch.stack([_as_tensor(number, where, name) for number in given])
+            return torch.stack([_as_tensor(number, name) for number in given])
         if isinstance(given, Tensor):  # which stays on its device, whichever is the default
             return given.to(torch.float64, copy=True)
         return torch.as_tensor(given, dtype=torch.float64).clone()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
-            f"{where}: {name} must be one number per objective, found {described(given)}. Pass numbers, or a "
+            f"{here()}: {name} must be one number per objective, found {described(given)}. Pass numbers, or a "
             "floating-point tensor [m], in the order of objective_names(losses): keys of a dict are sorted."
         ) from error
 

@@ -34,9 +34,9 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
         >>> def shy(temperature=1.0):
         ...     return stateless(views.gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
     """
-    check_function("stateless", "view", view, "Pass gramian, losses or another view, uncalled.")
-    check_function("stateless", "weigh", weigh, "Pass weigh(view) -> weights.")
-    check_flag("stateless", "on_host", on_host)
+    check_function("view", view, "Pass gramian, losses or another view, uncalled.")
+    check_function("weigh", weigh, "Pass weigh(view) -> weights.")
+    check_flag("on_host", on_host)
     if isinstance(weigh, View):
         raise TypeError(
             f"stateless: expected a view and then weigh, found the view {weigh.__name__} as weigh. Pass "
@@ -68,7 +68,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         >>> def worst():
         ...     return scalarized(torch.amax)
     """
-    check_function("scalarized", "s", s, "Pass s(losses) itself.")
+    check_function("s", s, "Pass s(losses) itself.")
     return scalarized_with(s)
 
 
@@ -89,7 +89,7 @@ def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]
 
     def gradient(values: Tensor, *numbers: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
-            refuse_export("scalarized")
+            refuse_export()
         return torch.func.grad(scalar)(values, *numbers)
 
     return stateless(losses, lambda values: gradient(values, *(f(values) for f in given)))

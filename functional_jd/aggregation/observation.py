@@ -29,7 +29,6 @@ class Observation(NamedTuple):
             and what was known before tell.
         finite: bool with the scale's shape: which rows did not overflow. None if the products or the pullback tell.
         carried: `(buffers, aux)` from the losses.
-        where: the function that the user called, for errors.
     """
 
     losses: Losses
@@ -39,7 +38,6 @@ class Observation(NamedTuple):
     pullback: Callable[[Weights], tuple[Direction, Tensor | None]] = _no_pullback
     finite: Tensor | None = None
     carried: tuple[Tree, Tree] = ((), ())
-    where: str = "aggregate"
 
     def of_group(self, key: str) -> "Observation":
         """The part of the observation that belongs to the parameters below one top-level key."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.arguments import check_type, described
+from functional_jd.core.arguments import check_type, described, here
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import copied
@@ -118,7 +118,7 @@ def with_losses(view: View) -> View:
         >>> rule.view.needs
         'the norms of the rows and the losses'
     """
-    check_type("with_losses", "view", view, View, "Pass for instance views.gramian.")
+    check_type("view", view, View, "Pass for instance views.gramian.")
 
     def both(seen: Observation) -> tuple[Any, Tensor]:
         return view.receive(seen), loss_vector(seen.losses)
@@ -141,7 +141,7 @@ def no_gradients(seen: Observation) -> Tensor:
 def _for_each(seen: Observation, number: Callable[[int], float]) -> Tensor:
     """A number that depends on m, for each of the m objectives."""
     rows = None if seen.rows is None else rows_of(seen.rows)
-    m = loss_count(seen.losses, "losses") if rows is None else row_count(rows, "no_gradients")
+    m = loss_count(seen.losses) if rows is None else row_count(rows)
     device = tree_leaves(seen.losses if rows is None else rows)[0].device
     return torch.full((m,), number(m), dtype=torch.float64, device=device if has_float64(device) else "cpu")
 
@@ -171,7 +171,7 @@ def gramian(seen: Observation) -> Gramian:
     if isinstance(seen.products, Tensor):
         return seen.products
     leaves = tree_leaves(rows_of(seen.rows))
-    row_count(rows_of(seen.rows), "gramian", leaves)
+    row_count(rows_of(seen.rows), leaves)
     return gramian_of_leaves(leaves)
 
 
@@ -190,7 +190,7 @@ def norms(seen: Observation) -> Tensor:
         return sqrt_or_zero(seen.products, seen.products == 0)
     rows = rows_of(seen.rows)
     leaves = tree_leaves(rows)
-    row_count(rows, "norms", leaves)
+    row_count(rows, leaves)
     if any_sharded(leaves):
         squares = gramian_of_leaves(leaves).diagonal()
         return sqrt_or_zero(squares, squares == 0)
@@ -210,8 +210,8 @@ def cross_gramian(seen: Observation) -> Tensor:
             "aggregate(rule, jacobian, state, other_jacobian)."
         )
     left, right = (rows_of(rows) for rows in (seen.rows, seen.others[0]))
-    row_count(left, "cross_gramian")
-    row_count(right, "cross_gramian")
+    row_count(left)
+    row_count(right)
     shapes, others_shapes = ([list(leaf.shape[1:]) for leaf in tree_leaves(rows)] for rows in (left, right))
     if shapes != others_shapes:
         raise ValueError(
@@ -229,10 +229,10 @@ def cross_gramian(seen: Observation) -> Tensor:
 def full_jacobian(seen: Observation) -> Jacobian:
     """The view of a rule that needs the Jacobian itself, whole: the pytree with leaves `[m, *p]`."""
     rows = rows_of(seen.rows)
-    row_count(rows, "full_jacobian")
+    row_count(rows)
     if any_sharded(tree_leaves(rows)):
         raise ValueError(
-            f"{seen.where}: this rule needs whole rows, found rows that are sharded. Use a rule that needs the losses, "
+            f"{here()}: this rule needs whole rows, found rows that are sharded. Use a rule that needs the losses, "
             "the Gramian or single entries, such as upgrad, graddrop or trimmed_mean."
         )
     return rows
@@ -242,7 +242,7 @@ def full_jacobian(seen: Observation) -> Jacobian:
 def jacobian_entries(seen: Observation) -> Jacobian:
     """The view of a rule that looks at one entry of all rows at a time: the Jacobian, whole or sharded."""
     rows = rows_of(seen.rows)
-    row_count(rows, "jacobian_entries")
+    row_count(rows)
     return rows
 
 
@@ -256,22 +256,22 @@ def loss_vector(losses: Losses) -> Tensor:
         raise ValueError(
             "aggregate: this rule needs the losses, found none. Pass them: aggregate(rule, jacobian, losses=losses)."
         )
-    loss_count(losses, "losses")
+    loss_count(losses)
     leaves = tree_leaves(losses)
     if not (leaves[0].is_cpu or has_float64(leaves[0].device)):
         leaves = copied(leaves, torch.device("cpu"))
     return torch.cat([leaf.reshape(-1).double() for leaf in leaves])
 
 
-def loss_count(losses: Losses, where: str) -> int:
+def loss_count(losses: Losses) -> int:
     """The number m of losses, floating-point tensors, of which there must be one."""
     leaves = tree_leaves(losses)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             raise TypeError(
-                f"{where}: losses must be floating-point tensors, found {described(leaf)} in "
+                f"{here()}: losses must be floating-point tensors, found {described(leaf)} in "
                 f"{tree_names(losses)[index]!r}. Pass what the loss function returned."
             )
     if not leaves:
-        raise ValueError(f"{where}: expected at least one loss, found none. Pass what the loss function returned.")
+        raise ValueError(f"{here()}: expected at least one loss, found none. Pass what the loss function returned.")
     return sum(leaf.numel() for leaf in leaves)

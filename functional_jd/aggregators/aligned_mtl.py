@@ -43,15 +43,15 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
         Senushkin, Patakin, Kuznetsov, Konushin, Independent component alignment for multi-task learning, CVPR 2023,
         algorithm 1 ("min"); "rmse" is the scale of its reference code.
     """
-    preference_of = preferences("aligned_mtl", "preference", preference)
-    check_option("aligned_mtl", "scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')
+    preference_of = preferences("preference", preference)
+    check_option("scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')
 
     def weigh(G: Gramian) -> Weights:
         root, eigenvalues = inverse_root(G / order_of(G.diagonal()))  # the unit of G cancels in the weights
         s = _scale(eigenvalues, scale_mode)
         return torch.where(s == 0, 0, nonzero(s).sqrt() * (root @ preference_of(G)))
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver, "aligned_mtl"))
+    return stateless(gramian, weigh, on_host=runs_on_host(solver))
 
 
 def _scale(eigenvalues: Tensor, mode: str) -> Tensor:

@@ -32,8 +32,8 @@ def auto_clipped(gamma: Number = 0.01, max_norm: Number = 1.0) -> Aggregator:
         Bu, Wang, Zha & Karypis, Automatic clipping: differentially private deep learning made easier and stronger,
         NeurIPS 2023, arXiv 2206.07136, AUTO-S, with R = `max_norm`.
     """
-    gamma = number("auto_clipped", "gamma", gamma, POSITIVE, "The default is 0.01.")
-    max_norm = number("auto_clipped", "max_norm", max_norm, POSITIVE, "The default is 1.")
+    gamma = number("gamma", gamma, POSITIVE, "The default is 0.01.")
+    max_norm = number("max_norm", max_norm, POSITIVE, "The default is 1.")
 
     def weigh(lengths: Tensor) -> Weights:
         return max_norm / (lengths + gamma)

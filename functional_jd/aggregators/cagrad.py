@@ -51,8 +51,8 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
         Exact, where the reference code minimises the dual with a tolerance, and treats short Jacobians as stationary.
         The best directions of a stationary Jacobian are not unique: the paper divides 0 by 0 there.
     """
-    c = number("cagrad", "c", c, NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
-    on_host = runs_on_host(solver, "cagrad", c)
+    c = number("c", c, NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
+    on_host = runs_on_host(solver, c)
     if not isinstance(c, Tensor) and c == 0:
         return stateless(equal_weights, lambda weights: weights)
     radius = c.clamp(min=_LEAST_RADIUS) if isinstance(c, Tensor) else max(c, _LEAST_RADIUS)

@@ -37,7 +37,7 @@ def clipped(max_norm: Number) -> Aggregator:
         For an embedding with `padding_idx`, torch sets the gradient of that entry to zero, and so do rows here; those
         of Opacus keep it, in norms and sums.
     """
-    max_norm = number("clipped", "max_norm", max_norm, POSITIVE, "A common value is 1.")
+    max_norm = number("max_norm", max_norm, POSITIVE, "A common value is 1.")
 
     def weigh(lengths: Tensor) -> Weights:
         return max_norm / torch.maximum(lengths, lengths.new_ones(()) * max_norm)

@@ -47,7 +47,7 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         The pseudo-inverse is that of the cosines, with eigenvalues below `8 m eps` of the largest treated as zero: unit
         rows with a condition number above 1e7 are treated as dependent.
     """
-    preference_of = preferences("config", "preference", preference)
+    preference_of = preferences("preference", preference)
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
@@ -62,4 +62,4 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         length = (norms @ attained) / torch.where(vanishing, 1, a @ attained)
         return torch.where(vanishing, 0, length * a / norms)
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver, "config"))
+    return stateless(gramian, weigh, on_host=runs_on_host(solver))

@@ -23,4 +23,4 @@ def constant(weights: Numbers) -> Aggregator:
     Laws:
         Linear in the Jacobian and in the weights; `constant([1/m] * m) = mean()`.
     """
-    return stateless(no_gradients, per_objective("constant", "weights", weights, domain=None))
+    return stateless(no_gradients, per_objective("weights", weights, domain=None))

@@ -37,8 +37,8 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
     Differs:
         The paper also passes the weights to the model; here that is left to the losses.
     """
-    reward = number("cosmos", "lambda_", lambda_, NOT_NEGATIVE, "Use 0 for no reward.")
-    u = per_objective("cosmos", "weights", weights, PREFERENCES)
+    reward = number("lambda_", lambda_, NOT_NEGATIVE, "Use 0 for no reward.")
+    u = per_objective("weights", weights, PREFERENCES)
     return scalarized_with(lambda losses, u: value(losses, reward, u), u)
 
 

@@ -52,8 +52,8 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
     Differs:
         The momentum is constant; the paper lets it grow towards 1 as the learning rate falls.
     """
-    check_rule(rule, "cr_mogm")
-    keep = number("cr_mogm", "momentum", momentum, BELOW_1, "The default is 0.9.")
+    check_rule(rule)
+    keep = number("momentum", momentum, BELOW_1, "The default is 0.9.")
 
     def init(view: Any) -> CrMogmState:
         inner = rule.init(view)

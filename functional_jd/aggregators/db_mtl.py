@@ -56,8 +56,8 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
     Differs:
         No 1e-8 is added to losses and norms. The heads of `multitask` losses follow their losses, not the log losses.
     """
-    beta = number("db_mtl", "beta", beta, BELOW_1, "The default is 0.9.")
-    beta_sigma = number("db_mtl", "beta_sigma", beta_sigma, NOT_NEGATIVE, "The default is 0.")
+    beta = number("beta", beta, BELOW_1, "The default is 0.9.")
+    beta_sigma = number("beta_sigma", beta_sigma, NOT_NEGATIVE, "The default is 0.")
 
     def init(view: _View) -> DbMtlState:
         jacobian, _ = view

@@ -41,7 +41,7 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
     Differs:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
     """
-    preference_of = preferences("dualproj", "preference", preference)
+    preference_of = preferences("preference", preference)
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)
@@ -52,4 +52,4 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
         s = linear_complementarity(C, (C @ (lengths / size)).unsqueeze(0), solver=solver).squeeze(0)
         return u + size * s / norms
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver, "dualproj"))
+    return stateless(gramian, weigh, on_host=runs_on_host(solver))

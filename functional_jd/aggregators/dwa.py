@@ -59,7 +59,7 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
         >>> aggregate(rule, jacobian, state, losses=torch.tensor([1.0, 1.0])).weights
         tensor([1., 1.], dtype=torch.float64)
     """
-    temperature = number("dwa", "temperature", temperature, POSITIVE, "The default is 2.")
+    temperature = number("temperature", temperature, POSITIVE, "The default is 2.")
 
     def init(losses: Tensor) -> DwaState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.
@@ -88,7 +88,7 @@ def dwa_end_epoch(state: DwaState) -> DwaState:
     Laws:
         Pure. Without a call in the epoch, the state does not change, bit for bit.
     """
-    check_type("dwa_end_epoch", "state", state, DwaState, "Pass the state.aggregator of a rule dwa().")
+    check_type("state", state, DwaState, "Pass the state.aggregator of a rule dwa().")
     empty = state.calls == 0
     average = state.total / nonzero(state.calls)
     ratio = torch.where(state.epochs == 0, 1, divide(average, state.average, otherwise=1))

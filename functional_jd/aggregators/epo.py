@@ -56,8 +56,8 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         Where no weights meet the last constraint of the second program, the reference code fails; here they miss it by
         the least amount. The reference code multiplies the weights by m.
     """
-    u = per_objective("epo", "preference", preference, POSITIVE)
-    tolerance = number("epo", "tolerance", tolerance, NOT_NEGATIVE, "The default is 1e-4.")
+    u = per_objective("preference", preference, POSITIVE)
+    tolerance = number("tolerance", tolerance, NOT_NEGATIVE, "The default is 1e-4.")
 
     def weigh(pair: tuple[Gramian, Tensor]) -> Weights:
         G, losses = pair
@@ -71,7 +71,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         gains = torch.where(balancing, pull, C.sum(1))
         return _best_weights(C, gains, free, least, torch.where(balancing, 0, pull), solver)
 
-    return stateless(with_losses(gramian), weigh, on_host=runs_on_host(solver, "epo", tolerance))
+    return stateless(with_losses(gramian), weigh, on_host=runs_on_host(solver, tolerance))
 
 
 def _adjustment(losses: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

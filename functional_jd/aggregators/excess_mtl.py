@@ -62,8 +62,8 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
         The reference code adds 1e-7 under the root and to the baseline; here a row without a baseline is not divided.
         As in the reference code, and unlike the paper, the first call without a warm-up is not normalised.
     """
-    rate = number("excess_mtl", "rate", rate, POSITIVE, "The default is 1.")
-    check_integer("excess_mtl", "n_warmup", n_warmup, 0, "Use 0 for no warm-up.")
+    rate = number("rate", rate, POSITIVE, "The default is 1.")
+    check_integer("n_warmup", n_warmup, 0, "Use 0 for no warm-up.")
 
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]

@@ -51,8 +51,8 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()` where that
         conflicts with no row, else its projection, `dualproj` with a preference of ones.
     """
-    alpha = number("fairgrad", "alpha", alpha, NOT_NEGATIVE, "The paper tries 0.5 to 10.")
-    on_host = runs_on_host(solver, "fairgrad", alpha)
+    alpha = number("alpha", alpha, NOT_NEGATIVE, "The paper tries 0.5 to 10.")
+    on_host = runs_on_host(solver, alpha)
     if not isinstance(alpha, Tensor) and alpha == 0:
         return stateless(equal_weights, lambda weights: weights)
     power = 1 / alpha

@@ -73,8 +73,8 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         >>> state, info = step(train_state(torch.zeros(2), **method), **method)
         >>> state = state._replace(aggregator=famo_after_step(state.aggregator, losses(state.params)))
     """
-    rate = number("famo", "rate", rate, NOT_NEGATIVE, "The default is 0.025.")
-    decay = number("famo", "decay", decay, NOT_NEGATIVE, "The default is 0.001.")
+    rate = number("rate", rate, NOT_NEGATIVE, "The default is 0.025.")
+    decay = number("decay", decay, NOT_NEGATIVE, "The default is 0.001.")
 
     def init(losses: Tensor) -> FamoState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.
@@ -109,8 +109,8 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
         Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
         batch, the state does not change.
     """
-    check_type("famo_after_step", "state", state, FamoState, "Pass the state.aggregator of a rule famo().")
-    m = loss_count(losses, "famo_after_step")
+    check_type("state", state, FamoState, "Pass the state.aggregator of a rule famo().")
+    m = loss_count(losses)
     values = losses_view((), losses=losses)
     if m != len(state.logits):
         raise ValueError(

@@ -48,8 +48,8 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
     Differs:
         U = P gives the negative sign, where the paper drops both: so an entry without conflict is never dropped.
     """
-    check_key(key, "graddrop")
-    leak_of = per_objective("graddrop", "leak", leak, FROM_0_TO_1, default=lambda _: 0.0)
+    check_key(key)
+    leak_of = per_objective("leak", leak, FROM_0_TO_1, default=lambda _: 0.0)
 
     def update(J: Jacobian, state: Tensor) -> tuple[Weights, Tensor]:
         subkey, next_key = split(state)

@@ -60,8 +60,8 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
         all parameters; those of the last shared layer, as in the paper: `aggregation.from_part(gradnorm(), ["layer"])`.
     """
-    alpha = number("gradnorm", "alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")
-    rate = number("gradnorm", "rate", rate, POSITIVE, "The default is 0.025.")
+    alpha = number("alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")
+    rate = number("rate", rate, POSITIVE, "The default is 0.025.")
 
     def init(view: _View) -> GradNormState:
         _, losses = view

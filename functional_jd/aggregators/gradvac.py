@@ -64,8 +64,8 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         Targets are clamped to a distance of 2^-40 from +-1. The reference code adds 1e-8 to the denominators instead,
         and so depends on the scale. One group of parameters; for more, see `grouped`.
     """
-    check_key(key, "gradvac")
-    beta = number("gradvac", "beta", beta, FROM_0_TO_1, "0 never learns, 1 uses the last call.")
+    check_key(key)
+    beta = number("beta", beta, FROM_0_TO_1, "0 never learns, 1 uses the last call.")
 
     def init(G: Gramian) -> GradVacState:
         return GradVacState(key.to(G.device), torch.zeros_like(G))
@@ -92,7 +92,7 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         weights = with_nan_of(norms @ coefficients / norms, G.sum() + targets.sum())
         return weights, GradVacState(next_key, state.targets.lerp(observed, beta))
 
-    return Aggregator(gramian, init, update, runs_on_host(solver, "gradvac", beta))
+    return Aggregator(gramian, init, update, runs_on_host(solver, beta))
 
 
 def _sine(cosine: Tensor) -> Tensor:

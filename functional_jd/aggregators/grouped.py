@@ -53,8 +53,8 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
         >>> aggregate(rule, jacobian).direction
         {'trunk': tensor([0.5000, 1.0000]), 'head': tensor([0.5000])}
     """
-    check_mapping("grouped", "rules", rules, "Pass for instance {'encoder': upgrad(), 'decoder': mean()}.")
-    check_mapping("grouped", "rows", {} if rows is None else rows, "Pass for instance {'decoder': [1, 2]}.")
+    check_mapping("rules", rules, "Pass for instance {'encoder': upgrad(), 'decoder': mean()}.")
+    check_mapping("rows", {} if rows is None else rows, "Pass for instance {'decoder': [1, 2]}.")
     if not rules:
         raise ValueError("grouped: expected one rule per group of parameters, found none. Name at least one group.")
     for key, rule in rules.items():

@@ -55,7 +55,7 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
         exists = (total.abs() > _CANCELLED * v.abs().sum()) & attainable
         return torch.where(exists, v / torch.where(exists, total, 1), 0 * v)
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver, "imtl_g"))
+    return stateless(gramian, weigh, on_host=runs_on_host(solver))
 
 
 def _by_eigenvalues(G: Gramian, C: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
     Differs:
         The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
-    rate = number("imtl_l", "rate", rate, POSITIVE, "The default is 0.1.")
+    rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
     return learned_with("imtl_l", value, ImtlLState, rate)
 

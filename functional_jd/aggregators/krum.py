@@ -36,8 +36,8 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
     Differs:
         Scores add up squared distances, as in the paper; the reference code adds up distances.
     """
-    check_integer("krum", "n_byzantine", n_byzantine, 0, "It counts rows.")
-    check_integer("krum", "n_selected", n_selected, 1, "It counts rows.")
+    check_integer("n_byzantine", n_byzantine, 0, "It counts rows.")
+    check_integer("n_selected", n_selected, 1, "It counts rows.")
 
     def weigh(G: Gramian) -> Weights:
         m = len(G)

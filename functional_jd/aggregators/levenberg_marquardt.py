@@ -60,7 +60,7 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     Differs:
         From Levenberg-Marquardt in solvers: a step is evaluated before it is taken only in a line search.
     """
-    damping = number("levenberg_marquardt", "damping", damping, POSITIVE, "The default is 1e-3.")
+    damping = number("damping", damping, POSITIVE, "The default is 1e-3.")
 
     def init(view: _View) -> LevenbergMarquardtState:
         zero = view[1].new_zeros(())

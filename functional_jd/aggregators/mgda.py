@@ -54,4 +54,4 @@ def mgda(*, solver: Solver = "host") -> Aggregator:
         w = v * b
         return w / w.sum()
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver, "mgda"))
+    return stateless(gramian, weigh, on_host=runs_on_host(solver))

@@ -68,9 +68,9 @@ def moco(
         projection on the simplex: so the weights stay near uniform, each within a factor of e where gradients are
         short. No 1e-8 is added to the norms.
     """
-    beta = number("moco", "beta", beta, ABOVE_0_TO_1, "The default is 0.5.")
+    beta = number("beta", beta, ABOVE_0_TO_1, "The default is 0.5.")
     gamma, rho, beta_sigma, gamma_sigma = (
-        number("moco", name, value, NOT_NEGATIVE, "Use 0 for none.")
+        number(name, value, NOT_NEGATIVE, "Use 0 for none.")
         for name, value in (("gamma", gamma), ("rho", rho), ("beta_sigma", beta_sigma), ("gamma_sigma", gamma_sigma))
     )
 

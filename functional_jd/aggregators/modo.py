@@ -55,8 +55,8 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
         >>> weights.shape
         torch.Size([2])
     """
-    rate = number("modo", "rate", rate, POSITIVE, "The default is 0.1.")
-    ridge = number("modo", "ridge", ridge, NOT_NEGATIVE, "Use 0 for none.")
+    rate = number("rate", rate, POSITIVE, "The default is 0.1.")
+    ridge = number("ridge", ridge, NOT_NEGATIVE, "Use 0 for none.")
 
     def init(A: Tensor) -> ModoState:
         return ModoState(torch.full_like(A[0], 1 / len(A)))

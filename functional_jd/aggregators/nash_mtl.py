@@ -56,8 +56,8 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         Exact, where the paper's convex-concave procedure stops at a residual of 1e-3; so the solution does not depend
         on previous weights, and `every` saves no time, but affects training.
     """
-    max_norm = number("nash_mtl", "max_norm", max_norm, NOT_NEGATIVE, "Use 0 for no limit.")
-    check_integer("nash_mtl", "every", every, 1, "Use 1 for every call.")
+    max_norm = number("max_norm", max_norm, NOT_NEGATIVE, "Use 0 for no limit.")
+    check_integer("every", every, 1, "Use 1 for every call.")
 
     def init(G: Gramian) -> NashState:
         return NashState(torch.ones_like(G[0]), torch.zeros((), dtype=torch.int64, device=G.device))
@@ -71,7 +71,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         w = torch.where(state.calls % every == 0, w, kept)
         return w * _clip_factor(w @ G @ w, max_norm), NashState(w, state.calls + 1)
 
-    return Aggregator(gramian, init, update, runs_on_host(solver, "nash_mtl", max_norm))
+    return Aggregator(gramian, init, update, runs_on_host(solver, max_norm))
 
 
 def _two_rows(C: Tensor) -> Tensor:

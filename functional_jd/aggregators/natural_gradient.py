@@ -57,8 +57,8 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
         >>> method = {"losses": residuals, "aggregator": natural_gradient(), "optimizer": sgd(1.0)}
         >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
     """
-    check_flag("natural_gradient", "relative", relative)
-    damping = number("natural_gradient", "damping", damping, NOT_NEGATIVE, "The default is 1e-3.")
+    check_flag("relative", relative)
+    damping = number("damping", damping, NOT_NEGATIVE, "The default is 1e-3.")
 
     def weigh(view: tuple[Gramian, Tensor]) -> Weights:
         G, residuals = view

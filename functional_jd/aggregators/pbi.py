@@ -39,9 +39,9 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
         Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on
         Evolutionary Computation 11, 2007, section II: the penalty-based boundary intersection approach.
     """
-    theta = number("pbi", "theta", theta, NOT_NEGATIVE, "The paper uses 5.")
-    u = per_objective("pbi", "weights", weights, PREFERENCES)
-    z = per_objective("pbi", "reference", reference, default=lambda _: 0.0)
+    theta = number("theta", theta, NOT_NEGATIVE, "The paper uses 5.")
+    u = per_objective("weights", weights, PREFERENCES)
+    z = per_objective("reference", reference, default=lambda _: 0.0)
     return scalarized_with(lambda losses, u, z: value(losses, theta, u, z), u, z)
 
 

@@ -67,7 +67,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
     """
     shares_of, given = _shares(tau)
-    beta = number("pcd", "beta", beta, BELOW_1, "The default is 0.999.")
+    beta = number("beta", beta, BELOW_1, "The default is 0.999.")
 
     def init(G: Gramian) -> PcdState:
         return PcdState(torch.zeros_like(G[0]))
@@ -92,14 +92,14 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         scale = torch.where(vanishing, 0, norms_or_zero[0] / torch.where(vanishing, 1, square).sqrt())
         return w / norms * scale, PcdState(squares)
 
-    return Aggregator(gramian, init, update, runs_on_host(solver, "pcd", tau, beta))
+    return Aggregator(gramian, init, update, runs_on_host(solver, tau, beta))
 
 
 def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:
     """The shares as a function of the secondary rows; the number of shares, `None` where one stands for all."""
     if isinstance(tau, Sequence) or (isinstance(tau, Tensor) and tau.ndim):
-        return per_objective("pcd", "tau", tau, FROM_0_TO_1), len(tau)
-    share = number("pcd", "tau", tau, FROM_0_TO_1, "The default is 0.02.")
+        return per_objective("tau", tau, FROM_0_TO_1), len(tau)
+    share = number("tau", tau, FROM_0_TO_1, "The default is 0.02.")
     return lambda _: share, None
 
 

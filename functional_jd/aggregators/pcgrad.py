@@ -40,14 +40,14 @@ def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
     Source:
         Yu et al., Gradient surgery for multi-task learning, NeurIPS 2020, arXiv 2001.06782, algorithm 1.
     """
-    check_key(key, "pcgrad")
+    check_key(key)
 
     def update(G: Gramian, state: Tensor) -> tuple[Weights, Tensor]:
         subkey, next_key = split(state)
         weights = 1 + _coefficients(G, random_visit_orders(subkey, len(G))).sum(0)
         return with_nan_of(weights, G.sum()), next_key
 
-    return Aggregator(gramian, lambda G: key.to(G.device), update, runs_on_host(solver, "pcgrad"))
+    return Aggregator(gramian, lambda G: key.to(G.device), update, runs_on_host(solver))
 
 
 def _coefficients(G: Gramian, orders: Tensor) -> Tensor:

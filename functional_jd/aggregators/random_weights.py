@@ -28,7 +28,7 @@ def random_weights(key: Tensor) -> Aggregator:
     Source:
         Lin, Ye, Zhang & Tsang, Reasonable effectiveness of random weighting, TMLR 2022, arXiv 2111.10603, algorithm 2.
     """
-    check_key(key, "random_weights")
+    check_key(key)
 
     def update(zeros: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         subkey, next_key = split(state)

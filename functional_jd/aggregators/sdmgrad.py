@@ -71,11 +71,11 @@ def sdmgrad(
         Where s is 0, the reference code divides by 1e-8 instead. The paper's direction is that of a third batch:
         `aggregation.combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
     """
-    rate = number("sdmgrad", "rate", rate, POSITIVE, "The default is 10.")
-    momentum = number("sdmgrad", "momentum", momentum, BELOW_1, "The default is 0.5.")
-    check_integer("sdmgrad", "n_steps", n_steps, 1, "The default is 20.")
-    pull = number("sdmgrad", "pull", pull, NOT_NEGATIVE, "Use 0 for the min-norm point.")
-    preference_of = preferences("sdmgrad", "preference", preference)
+    rate = number("rate", rate, POSITIVE, "The default is 10.")
+    momentum = number("momentum", momentum, BELOW_1, "The default is 0.5.")
+    check_integer("n_steps", n_steps, 1, "The default is 20.")
+    pull = number("pull", pull, NOT_NEGATIVE, "Use 0 for the min-norm point.")
+    preference_of = preferences("preference", preference)
 
     def init(A: Tensor) -> SdmgradState:
         return SdmgradState(torch.full_like(A[0], 1 / len(A)))
@@ -88,7 +88,7 @@ def sdmgrad(
             w = simplex_projection(w - rate * v)
         return (w + pull * u) / (1 + pull), SdmgradState(w)
 
-    return Aggregator(cross_gramian, init, update, runs_on_host(solver, "sdmgrad", rate, momentum, pull))
+    return Aggregator(cross_gramian, init, update, runs_on_host(solver, rate, momentum, pull))
 
 
 def _normalised(A: Tensor) -> Tensor:

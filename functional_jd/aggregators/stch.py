@@ -33,9 +33,9 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
         Lin, Zhang, Yang, Liu, Wang & Zhang, Smooth Tchebycheff scalarization for multi-objective optimization, ICML
         2024, arXiv 2402.19078: the smooth Tchebycheff scalarization.
     """
-    mu = number("stch", "mu", mu, POSITIVE, "For mu = 0 use tchebycheff.")
-    u = preferences("stch", "weights", weights)
-    z = per_objective("stch", "reference", reference, default=lambda _: 0.0)
+    mu = number("mu", mu, POSITIVE, "For mu = 0 use tchebycheff.")
+    u = preferences("weights", weights)
+    z = per_objective("reference", reference, default=lambda _: 0.0)
     return scalarized_with(lambda losses, u, z: value(losses, mu, u, z), u, z)
 
 

@@ -32,8 +32,8 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
     Differs:
         The paper takes `|L_i - z_i|`, which is the same if no loss is below its reference.
     """
-    u = preferences("tchebycheff", "weights", weights)
-    z = per_objective("tchebycheff", "reference", reference, default=lambda _: 0.0)
+    u = preferences("weights", weights)
+    z = per_objective("reference", reference, default=lambda _: 0.0)
     return scalarized_with(value, u, z)
 
 

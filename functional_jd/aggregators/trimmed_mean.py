@@ -37,7 +37,7 @@ def trimmed_mean(trim: int) -> Aggregator:
     Differs:
         `trim` rows on either side where the paper has a fraction beta of m. The reference code hides NaN and inf.
     """
-    check_integer("trimmed_mean", "trim", trim, 0, "It counts rows.")
+    check_integer("trim", trim, 0, "It counts rows.")
 
     def weigh(leaf: Tensor) -> Tensor:
         m = leaf.shape[0]

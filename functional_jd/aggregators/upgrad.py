@@ -43,11 +43,11 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         >>> aggregate(upgrad(), torch.tensor([[2.0, 0.0], [-1.0, 1.0]])).direction
         tensor([0.5000, 1.0000])
     """
-    preference_of = preferences("upgrad", "preference", preference)
+    preference_of = preferences("preference", preference)
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)
         C, norms = cosines(G)
         return u + row_multipliers(C, solver) @ (norms * u) / norms
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver, "upgrad"))
+    return stateless(gramian, weigh, on_host=runs_on_host(solver))

@@ -47,7 +47,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
     Differs:
         The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
-    rate = number("uw", "rate", rate, POSITIVE, "The default is 0.1.")
+    rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
     return learned_with("uw", value, UwState, rate)
 

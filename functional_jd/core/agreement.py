@@ -13,6 +13,7 @@ from torch import Tensor
 from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded
+from functional_jd.torch_compat.callers import here
 
 _DEEPEST, _SHOWN, _LONGEST = 12, 160, 1000
 
@@ -20,13 +21,10 @@ _FIRST, _BITS = 1000, 24
 """So many values travel beside digests of so many bits: 8 kB take as long as 200 bytes."""
 
 
-def check_alike(
-    where: str, parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str
-) -> None:
+def check_alike(parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
     """Raise ValueError, on all ranks, unless each part has the same description on all: one exchange of digests.
 
     Args:
-        where: the function that the user called.
         parts: by what it is called, what must be alike; the same number of parts on all ranks.
         least: the smallest values over the ranks.
         device: where the ranks' collectives take tensors.
@@ -34,15 +32,15 @@ def check_alike(
     """
     digests = [_digest(repr(part)) for part in parts.values()]
     found = least(torch.tensor([[digest, -digest] for digest in digests], device=device)).tolist()
-    _refuse(where, {name: _shown(part) for name, part in parts.items()}, [x == -y for x, y in found], cure)
+    _refuse({name: _shown(part) for name, part in parts.items()}, [x == -y for x, y in found], cure)
 
 
-def _refuse(where: str, shown: Mapping[str, str], alike: list[bool], cure: str) -> None:
+def _refuse(shown: Mapping[str, str], alike: list[bool], cure: str) -> None:
     """Refuse what is not alike on all ranks."""
     other = {name: text for (name, text), same in zip(shown.items(), alike, strict=True) if not same}
     if other:
         raise ValueError(
-            f"{where}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
+            f"{here()}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
             f"{'; '.join(other.values())}. {cure}"
         )
 
@@ -57,12 +55,7 @@ def _shown(part: Any) -> str:
 
 
 def means_if_alike(
-    where: str,
-    values: Sequence[Tensor],
-    parts: Mapping[str, str],
-    mean: Callable[[Tensor], Tensor],
-    ranks: int,
-    cure: str,
+    values: Sequence[Tensor], parts: Mapping[str, str], mean: Callable[[Tensor], Tensor], ranks: int, cure: str
 ) -> list[Tensor]:
     """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
 
@@ -71,7 +64,6 @@ def means_if_alike(
     NaN, where ranks differ.
 
     Args:
-        where: the function that the user called.
         values: floating-point tensors, at least one.
         parts: by what it is called, what must be alike, in words: one or two, as many on all ranks.
         mean: the mean over the ranks of a tensor.
@@ -88,7 +80,7 @@ def means_if_alike(
     shared = found[_FIRST:].detach().reshape(len(parts), _BITS)
     alike = ((shared - shared.round()).abs() < 0.25 / ranks).all(1)
     if alike.is_cpu:
-        _refuse(where, {name: text[:_LONGEST] for name, text in parts.items()}, alike.tolist(), cure)
+        _refuse({name: text[:_LONGEST] for name, text in parts.items()}, alike.tolist(), cure)
     means = torch.cat([found[: len(first)], mean(rest)]) if len(rest) else found[: len(first)]
     if not alike.is_cpu:  # without waiting for the device: the step is skipped
         means = torch.where(alike.all(), means, torch.nan)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_jd.torch_compat.callers import here as here
+
 Number: TypeAlias = float | Tensor
 """A hyper-parameter: a number, or a floating-point tensor `[]`, for instance one that `torch.vmap` maps over."""
 
@@ -65,9 +67,9 @@ def dtype_or_type(value: Any) -> str:
     return type(value).__name__
 
 
-def refuse(where: str, name: str, expected: str, value: Any, cure: str, kind: type[Exception] = TypeError) -> NoReturn:
-    """Raise the error of an argument: `where: name must be expected, found value. cure`."""
-    raise kind(f"{where}: {name} must be {expected}, found {described(value)}. {cure}")
+def refuse(name: str, expected: str, value: Any, cure: str, kind: type[Exception] = TypeError) -> NoReturn:
+    """Raise the error of an argument: `FUNCTION: name must be expected, found value. cure`."""
+    raise kind(f"{here()}: {name} must be {expected}, found {described(value)}. {cure}")
 
 
 def is_size(value: Any) -> bool:
@@ -79,13 +81,13 @@ def is_size(value: Any) -> bool:
     return isinstance(value, torch.SymInt) or (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63)
 
 
-def check_flag(where: str, name: str, value: Any) -> None:
+def check_flag(name: str, value: Any) -> None:
     """Refuse what is neither True nor False: the truth of an array, or of a string, is seldom what was meant."""
     if not isinstance(value, bool):
-        refuse(where, name, "True or False", value, f"Pass {name}=True, or leave it out.")
+        refuse(name, "True or False", value, f"Pass {name}=True, or leave it out.")
 
 
-def check_integer(where: str, name: str, value: Any, least: int, cure: str) -> None:
+def check_integer(name: str, value: Any, least: int, cure: str) -> None:
     """Refuse what is not an integer of Python from `least` on that fits 32 bits; `bool` is none.
 
     Raises:
@@ -93,16 +95,15 @@ def check_integer(where: str, name: str, value: Any, least: int, cure: str) -> N
         ValueError: another value.
     """
     if isinstance(value, Tensor):
-        refuse(where, name, "a Python integer, as loops and shapes depend on it", value, cure)
+        refuse(name, "a Python integer, as loops and shapes depend on it", value, cure)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        refuse(where, name, f"an integer of at least {least}", value, cure, ValueError)
+        refuse(name, f"an integer of at least {least}", value, cure, ValueError)
 
 
-def number(where: str, name: str, value: Any, domain: Domain, cure: str) -> Any:
+def number(name: str, value: Any, domain: Domain, cure: str) -> Any:
     """Check a hyper-parameter: the value of a number; of a tensor only what is known without its value.
 
     Args:
-        where: the function that the user called, for errors.
         name: its argument, for errors.
         value: a number, or a floating-point tensor `[]`.
         domain: the valid numbers.
@@ -116,16 +117,16 @@ def number(where: str, name: str, value: Any, domain: Domain, cure: str) -> Any:
         ValueError: a number outside the domain; a tensor of another shape.
     """
     if not isinstance(value, Tensor):
-        check_number(where, name, value, domain, cure, "a number or a tensor []")
+        check_number(name, value, domain, cure, "a number or a tensor []")
         return value
     if not value.is_floating_point():
-        refuse(where, name, "a number or a floating-point tensor", value, "Convert it with .double().")
-    check_scalar(where, name, value, cure)
+        refuse(name, "a number or a floating-point tensor", value, "Convert it with .double().")
+    check_scalar(name, value, cure)
     values = value.double()
     return torch.where(domain.contains(values), values, torch.nan)
 
 
-def check_number(where: str, name: str, value: Any, domain: Domain, cure: str, expected: str = "") -> None:
+def check_number(name: str, value: Any, domain: Domain, cure: str, expected: str = "") -> None:
     """Refuse what is not a number of Python, or not in a domain; NaN and `bool` are none.
 
     Raises:
@@ -133,54 +134,54 @@ def check_number(where: str, name: str, value: Any, domain: Domain, cure: str, e
         ValueError: another number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
-        refuse(where, name, expected or domain.expected, value, cure)
+        refuse(name, expected or domain.expected, value, cure)
     try:
         valid = domain.contains(float(value))
     except OverflowError:
         valid = False
     if not valid:
-        refuse(where, name, domain.expected, value, cure, ValueError)
+        refuse(name, domain.expected, value, cure, ValueError)
 
 
-def check_scalar(where: str, name: str, value: Tensor, cure: str) -> None:
+def check_scalar(name: str, value: Tensor, cure: str) -> None:
     """Refuse a tensor that is not one real number, without reading it."""
     if value.ndim or value.is_complex() or value.dtype == torch.bool or value.layout != torch.strided:
         more = " For several values, use torch.vmap over a function that builds it." if value.ndim else ""
-        refuse(where, name, "a number or a tensor []", value, cure + more, ValueError)
+        refuse(name, "a number or a tensor []", value, cure + more, ValueError)
 
 
-def check_function(where: str, name: str, value: Any, cure: str) -> None:
+def check_function(name: str, value: Any, cure: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
-        raise TypeError(f"{where}: {name} must be a function, found {type(value).__name__}. {cure}")
+        raise TypeError(f"{here()}: {name} must be a function, found {type(value).__name__}. {cure}")
 
 
-def check_type(where: str, name: str, value: Any, kind: type, cure: str) -> None:
+def check_type(name: str, value: Any, kind: type, cure: str) -> None:
     """Refuse what is not of a class, such as the record that another function returned."""
     if not isinstance(value, kind):
-        refuse(where, name, f"a {kind.__name__}", value, cure)
+        refuse(name, f"a {kind.__name__}", value, cure)
 
 
-def check_mapping(where: str, name: str, value: Any, cure: str) -> None:
+def check_mapping(name: str, value: Any, cure: str) -> None:
     """Refuse what is no dict by names."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
-        refuse(where, name, "a dict by names", value, cure)
+        refuse(name, "a dict by names", value, cure)
 
 
-def check_option(where: str, name: str, value: Any, options: tuple[str, ...], cure: str) -> None:
+def check_option(name: str, value: Any, options: tuple[str, ...], cure: str) -> None:
     """Refuse what is not one of some strings."""
     if not isinstance(value, str) or value not in options:
-        refuse(where, name, f"one of {', '.join(options)}", value, cure, ValueError)
+        refuse(name, f"one of {', '.join(options)}", value, cure, ValueError)
 
 
-def check_device(where: str, value: Any) -> None:
+def check_device(value: Any) -> None:
     """Refuse what names no device of torch."""
     if value is None or isinstance(value, torch.device):
         return
     expected, cure = "None, a torch.device or its name", 'Pass for instance device="cpu".'
     if not isinstance(value, str):  # an index would mean another device on each machine
-        refuse(where, "device", expected, value, cure)
+        refuse("device", expected, value, cure)
     try:
         torch.device(value)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{where}: device must be {expected}, found {described(value)}. {cure}") from error
+        raise ValueError(f"{here()}: device must be {expected}, found {described(value)}. {cure}") from error

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.slow_path import SlowPathWarning, called_function, user_level
+from functional_jd.torch_compat.callers import SlowPathWarning, here, user_level
 
 
 def has_float64(device: torch.device) -> bool:
@@ -35,7 +35,7 @@ def on_wide_device(matrix: Tensor) -> Tensor:
 def warn_of_rows(device: torch.device) -> None:
     """Say that rows go to the host."""
     warnings.warn(
-        f"{called_function()}: the device {device.type!r} has no float64: the rule works on the host, to which all "
+        f"{here()}: the device {device.type!r} has no float64: the rule works on the host, to which all "
         "rows are copied in every step. Rules that need no gradients, such as mean, copy none.",
         SlowPathWarning,
         stacklevel=user_level(),

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.core.arguments import refuse
+from functional_jd.core.arguments import here, refuse
 from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses
 
@@ -47,7 +47,7 @@ def objective_names(losses: Losses) -> list[str]:
     return names
 
 
-def names_or_indices(names: Any, m: int, where: str) -> list[str]:
+def names_or_indices(names: Any, m: int) -> list[str]:
     """Return the m given names, or the row indices for `names=None`.
 
     Raises:
@@ -56,11 +56,11 @@ def names_or_indices(names: Any, m: int, where: str) -> list[str]:
     """
     if names is not None and (not isinstance(names, Iterable) or isinstance(names, _NO_NAMES)):
         cure = "objective_names(losses) returns them in the order of the rows."
-        refuse(where, "names", "a list of names", names, cure)
+        refuse("names", "a list of names", names, cure)
     chosen = [str(i) for i in range(m)] if names is None else [str(name) for name in names]
     if len(chosen) != m:
         raise ValueError(
-            f"{where}: expected one name for each of {m} objectives, found {len(chosen)}. "
+            f"{here()}: expected one name for each of {m} objectives, found {len(chosen)}. "
             "objective_names(losses) returns them in the order of the rows."
         )
     return chosen

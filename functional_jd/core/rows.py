@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_jd.core.float64 import on_wide_device
 from functional_jd.core.tree import check_layouts, tree_leaves, tree_names
 from functional_jd.core.types import Tree
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
@@ -25,7 +26,7 @@ _JOINED_ELSEWHERE = 1 << 22
 LEAST_WIDTH = 1 << 10
 
 
-def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) -> int:
+def row_count(jacobian: Tree, leaves: list[Tensor] | None = None) -> int:
     """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, where they are known.
 
     Raises:
@@ -38,30 +39,30 @@ def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) ->
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
+                f"{here()}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
                 f"{tree_names(jacobian)[index]!r}. Register the container with "
                 "torch.export.register_dataclass, or pass its tensors."
             )
         if not leaf.is_floating_point() or leaf.ndim == 0 or leaf.layout != torch.strided:
             kind = "" if leaf.layout == torch.strided else f" ({leaf.layout})"
             raise TypeError(
-                f"{where}: every leaf must be a dense floating-point tensor of rows [m, *p], found {leaf.dtype}{kind} "
+                f"{here()}: every leaf must be a dense floating-point tensor of rows [m, *p], found {leaf.dtype}{kind} "
                 f"of shape {list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
                 "Stack one gradient per objective along the first dimension."
             )
         rows.append(leaf.shape[0])
         uneven = uneven or leaf.shape[0] != rows[0]
-    check_layouts(leaves, jacobian, where)
+    check_layouts(leaves, jacobian)
     if uneven:
         names = tree_names(jacobian)
         found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
         raise ValueError(
-            f"{where}: every leaf must have the same number of rows, found {found}. "
+            f"{here()}: every leaf must have the same number of rows, found {found}. "
             "Did you mix Jacobians of different losses?"
         )
     if not rows or rows[0] == 0:
         raise ValueError(
-            f"{where}: needs at least one row (one objective), found none. Is the pytree of losses or parameters empty?"
+            f"{here()}: needs at least one row (one objective), found none. Is a pytree of losses or parameters empty?"
         )
     return rows[0]
 

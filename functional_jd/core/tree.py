@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import dtype_or_type
+from functional_jd.core.arguments import dtype_or_type, here
 from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
@@ -216,12 +216,12 @@ def any_sharded(leaves: list[Any]) -> bool:
     return any(map(is_sharded, leaves))
 
 
-def check_layouts(leaves: list[Tensor], tree: Tree, where: str) -> None:
+def check_layouts(leaves: list[Tensor], tree: Tree) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
     for index, leaf in enumerate(leaves if any_sharded(leaves) else ()):
         if error := layout_error(leaf):
             raise ValueError(
-                f"{where}: {error} in {tree_names(tree)[index]!r}. Redistribute it: "
+                f"{here()}: {error} in {tree_names(tree)[index]!r}. Redistribute it: "
                 "leaf.redistribute(placements=[Replicate()])."
             )
 
@@ -240,7 +240,7 @@ def tree_difference(expected: Tree, found: Tree) -> str:
     return ""
 
 
-def floating_leaves(params: Tree, where: str, *, some: bool = True) -> tuple[list[Tensor], Structure]:
+def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple[list[Tensor], Structure]:
     """Return the leaves and the structure of a pytree of floating-point tensors.
 
     Raises:
@@ -252,13 +252,13 @@ def floating_leaves(params: Tree, where: str, *, some: bool = True) -> tuple[lis
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             found = dtype_or_type(leaf)
             raise TypeError(
-                f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
-                f"{_cure(params, leaf)}"
+                f"{here()}{part}: all leaves must be floating-point tensors, found {found} in "
+                f"{tree_names(params)[index]!r}. {_cure(params, leaf)}"
             )
-    check_layouts(leaves, params, where)
+    check_layouts(leaves, params)
     if some and not leaves:
         raise ValueError(
-            f"{where}: expected at least one parameter tensor, found an empty tree. Pass for instance "
+            f"{here()}{part}: expected at least one parameter tensor, found an empty tree. Pass for instance "
             "dict(module.named_parameters())."
         )
     return leaves, structure

@@ -129,7 +129,7 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     for wrong in [x for x in each or [given] if not isinstance(x, kind)]:
         cure = "A step has () as Gramian if its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
         expected = "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]"
-        refuse("advise", "diagnoses", expected, wrong, cure if isinstance(wrong, tuple) else "See diagnose.")
+        refuse("diagnoses", expected, wrong, cure if isinstance(wrong, tuple) else "See diagnose.")
     counts = sorted({len(x) for one in each if (x := one.norms if kind is Diagnosis else one).ndim})
     if several and len(counts) > 1:
         raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts}. Part the window.")
@@ -139,7 +139,7 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     if kind is Tensor:
         found = _from_gramians(found)
     if found.norms.ndim != 2:
-        refuse("advise", "diagnoses", "of k steps, with norms [k, m]", found.norms, "Pass a list of them.", ValueError)
+        refuse("diagnoses", "of k steps, with norms [k, m]", found.norms, "Pass a list of them.", ValueError)
     norms, cosines, ranks = map(_with_values, (found.norms, found.cosines, found.rank))
     return norms, cosines, ranks
 
@@ -147,7 +147,7 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _from_gramians(gramians: Tensor) -> Diagnosis:
     square = gramians.ndim == 3 and gramians.shape[1] == gramians.shape[2]
     if not square or not gramians.is_floating_point() or not gramians.numel():
-        refuse("advise", "diagnoses", "Gramians [k, m, m]", gramians, "Stack those of ten steps or more.", ValueError)
+        refuse("diagnoses", "Gramians [k, m, m]", gramians, "Stack those of ten steps or more.", ValueError)
     gramians = _with_values(gramians)
     found: Diagnosis = torch.vmap(lambda G: diagnose(G, gramian=True))(gramians)
     invalid = gramians.isfinite().flatten(1).all(1) & found.norms.isnan().any(1)  # `diagnose` gives NaN under vmap
@@ -163,7 +163,7 @@ def _with_values(tensor: Any) -> Tensor:
     """The tensor on the CPU, in float64."""
     if not isinstance(tensor, Tensor) or not has_values(tensor):
         cure = "Call advise outside vmap and torch.compile, for instance at the end of an epoch."
-        refuse("advise", "diagnoses", "tensors with values", tensor, cure)
+        refuse("diagnoses", "tensors with values", tensor, cure)
     return tensor.detach().to("cpu", torch.float64)
 
 
@@ -212,5 +212,5 @@ def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None) -> str:
         One line for all rows, and one per row: its norm, its cosine with the direction, and its cosines with the other
         rows; from 9 rows on, the lowest of these and the name of that row.
     """
-    check_type("describe", "diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
+    check_type("diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
     return as_text(diagnosis_table(diagnosis, names))

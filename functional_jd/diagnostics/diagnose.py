@@ -106,7 +106,7 @@ def diagnose(
         tensor(-0.7071, dtype=torch.float64)
     """
     if gramian is not None:
-        check_flag("diagnose", "gramian", gramian)
+        check_flag("gramian", gramian)
     G, J, eps = _gramian_and_jacobian(jacobian_or_gramian, gramian)
     with autocast_disabled():
         C, lengths = cosines(G)
@@ -137,7 +137,7 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
     """Return the Gramian in float64, the Jacobian if there is one, and the machine epsilon of the products."""
     if gramian and not _is_square_matrix(value):
         cure = "Omit gramian for a Jacobian."
-        refuse("diagnose", "the first argument", "a matrix [m, m] with gramian=True", value, cure, ValueError)
+        refuse("the first argument", "a matrix [m, m] with gramian=True", value, cure, ValueError)
     given: object = value
     if isinstance(given, tuple) and not given:
         raise ValueError(
@@ -146,9 +146,9 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
         )
     if not (_is_square_matrix(value) if gramian is None else gramian):
         rows = rows_of(value)
-        row_count(rows, "diagnose")
+        row_count(rows)
         return gramian_of(rows), value, torch.finfo(torch.float64).eps
-    row_count(value, "diagnose")
+    row_count(value)
     G = value.double()
     norms = G.detach().diagonal().clamp(min=0).sqrt()
     bound = norms.unsqueeze(1) * norms
@@ -174,7 +174,7 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
         return divide(C @ coefficients, _norm_of_combination(C, coefficients, eps)).clamp(-1, 1)
     if J is None:
         cure = "For a direction, pass the Jacobian; if it is a square matrix, with gramian=False."
-        refuse("diagnose", "weights", f"[{m}] with a Gramian", target, cure, ValueError)
+        refuse("weights", f"[{m}] with a Gramian", target, cure, ValueError)
     rows, heads = split_heads(J)
     if heads and isinstance(target, dict):
         target = target.get("shared", ())
@@ -230,7 +230,7 @@ def diagnosis_table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
     if not all(map(has_values, diagnosis)) or diagnosis.norms.ndim != 1:
         return outline(diagnosis)
     m = len(diagnosis.norms)
-    names = names_or_indices(names, m, "describe")
+    names = names_or_indices(names, m)
     # Each tensor is copied from the device once.
     norms, cosines, alignment, conflict, stationarity, rank, condition = (x.detach().tolist() for x in diagnosis)
     title = (

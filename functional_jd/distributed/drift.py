@@ -36,8 +36,8 @@ def check_replicas(tree: Tree, group: Group = None) -> None:
             "values. Call it between two steps."
         )
     replicas = known_group(group)[1]
-    check_dense("check_replicas", tree)
-    check_alike("check_replicas", tree, group, "a tree")
+    check_dense(tree)
+    check_alike(tree, group, "a tree")
     leaves = tree_leaves(tree)
     if not leaves:
         return

@@ -45,11 +45,11 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
         From `torch.distributed.fsdp.fully_shard`, which gathers module by module, and the next one ahead of time: here
         leaf by leaf.
     """
-    check_function("sharded", "losses", losses, "Pass losses(params, ...).")
+    check_function("losses", losses, "Pass losses(params, ...).")
     if not callable(getattr(mesh, "get_group", None)):
         raise TypeError(
             f"sharded: mesh must be a DeviceMesh, found {type(mesh).__name__}. Make one: "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
         )
-    check_flag("sharded", "reshard", reshard)
+    check_flag("reshard", reshard)
     return Sharded(losses, mesh, reshard)

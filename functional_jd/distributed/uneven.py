@@ -36,9 +36,9 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
     Laws:
         Linear in the losses. Composes with vmap, grad, jvp and compile. Does not synchronize with the device.
     """
-    leaves, _ = floating_leaves(losses, "weighted_by_examples")
+    leaves, _ = floating_leaves(losses)
     if examples.ndim if isinstance(examples, Tensor) else not is_size(examples):
-        refuse("weighted_by_examples", "examples", "an int or a tensor []", examples, "Pass len(x), or mask.sum().")
+        refuse("examples", "an int or a tensor []", examples, "Pass len(x), or mask.sum().")
     device = leaves[0].device
     # A copy of a number from the host would wait for the device.
     own = examples.to(device) if isinstance(examples, Tensor) else torch.full((), examples, device=device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combined
 from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Products
-from functional_jd.core.arguments import check_integer, check_option
+from functional_jd.core.arguments import check_integer, check_option, here
 from functional_jd.core.heads import of_groups
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
@@ -21,11 +21,11 @@ from functional_jd.precision.loss_scale import nan_rows_unless, unscale
 MODES = ("auto", "vmap", "loop")
 
 
-def rows_at_once(where: str, mode: str, chunk_size: int | None) -> tuple[str, int | None]:
+def rows_at_once(mode: str, chunk_size: int | None) -> tuple[str, int | None]:
     """The mode and the number of rows at once. Raises for an unknown mode, and for what is no number of rows."""
-    check_option(where, "mode", mode, MODES, "'auto' chooses by shapes. For column by column call torch.func.jacfwd.")
+    check_option("mode", mode, MODES, "'auto' chooses by shapes. For column by column call torch.func.jacfwd.")
     if chunk_size is not None:
-        check_integer(where, "chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")
+        check_integer("chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")
     return "loop" if chunk_size == 1 else mode, chunk_size
 
 
@@ -41,7 +41,7 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
     Raises:
         ValueError: an unknown mode, or a chunk size below 1.
     """
-    how = rows_at_once("jacobian_engine", mode, chunk_size)
+    how = rows_at_once(mode, chunk_size)
     return Engine(lambda plan: of_rows(plan, *rows_of_plan(plan, *how)))
 
 
@@ -133,7 +133,7 @@ def features_engine() -> Engine:
     def check(plan: Plan) -> None:
         if plan.kind.features is None:
             raise ValueError(
-                f"{plan.where}: features_engine() serves losses with features, found {type(plan.losses).__name__}. "
+                f"{here()}: features_engine() serves losses with features, found {type(plan.losses).__name__}. "
                 "Make them with multitask(features, heads), or use engine='auto'."
             )
         serves = plan.view.products == "gramian" and plan.view.groups is None
@@ -152,15 +152,14 @@ ENGINES: dict[str, Engine] = {
 
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of rows, which may not be finite: of their inner products if the rule needs no more."""
-    where = plan.where
     leaves = [] if plan.scale is None else tree_leaves(jacobian)
     # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step is
     # skipped for rows or for squares that overflow.
     if plan.view.inner_products_suffice and all(leaf.dtype != torch.float64 for leaf in leaves):
         return of_products(*gramian_from_rows((jacobian, values, carried), plan))
     rows, finite = checked(plan, jacobian)
-    summed = lambda weights: (combined(where, rows, weights), None)
-    return Observation(values, rows=rows, pullback=summed, finite=finite, carried=carried, where=where)
+    summed = lambda weights: (combined(rows, weights), None)
+    return Observation(values, rows=rows, pullback=summed, finite=finite, carried=carried)
 
 
 def of_products(products: Products, values: Losses, carried: Any, pull: Any) -> Observation:

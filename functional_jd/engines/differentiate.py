@@ -79,13 +79,13 @@ def jacobian_fn(
         tensor([[2., 4.],
                 [1., 0.]])
     """
-    check_losses("jacobian_fn", losses, argnums, has_aux)
-    how = rows_at_once("jacobian_fn", mode, chunk_size)
-    factor = None if scale is None else multiplier(scale, "jacobian_fn")
+    check_losses(losses, argnums, has_aux)
+    how = rows_at_once(mode, chunk_size)
+    factor = None if scale is None else multiplier(scale)
 
     def jacobian_and_losses(*args: Any) -> Any:
-        objectives, kind = found_kind(losses, argnums, args, "jacobian_fn")
-        plan = Plan("jacobian_fn", has_aux, factor, is_differentiable((args, factor)), *how, argnums=argnums)
+        objectives, kind = found_kind(losses, argnums, args)
+        plan = Plan(has_aux, factor, is_differentiable((args, factor)), *how, argnums=argnums)
         jacobian, values, aux = kind.jacobian(objectives, args, plan)
         found = (values, aux) if has_aux else values
         if factor is None:
@@ -145,7 +145,14 @@ def gramian_fn(
         >>> pullback(torch.tensor([0.5, 1.0]))
         (tensor([2., 2.]), tensor(True))
     """
-    return _products_fn("gramian_fn", "gramian", losses, argnums, has_aux, scale)
+    check_losses(losses, argnums, has_aux)
+    factor = None if scale is None else multiplier(scale)
+
+    def products_and_losses(*args: Any) -> FoundProducts:
+        products, values, pull = _products("gramian", losses, args, argnums, has_aux, factor)
+        return products, values, lambda weights: pull(weights)
+
+    return products_and_losses
 
 
 def squared_norms_fn(
@@ -182,36 +189,37 @@ def squared_norms_fn(
         >>> squares, values, pullback = squared_norms_fn(per_example(loss))(params, x, y)
         >>> clipped_sum, finite = pullback(1 / squares.sqrt().clamp(min=1.0))
     """
-    return _products_fn("squared_norms_fn", "norms", losses, argnums, has_aux, scale)
-
-
-def _products_fn(
-    where: str,
-    needed: Literal["gramian", "norms"],
-    losses: LossFunction,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    scale: ScaleState | Tensor | None,
-) -> Callable[..., FoundProducts]:
-    """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
-    check_losses(where, losses, argnums, has_aux)
-    factor = None if scale is None else multiplier(scale, where)
+    check_losses(losses, argnums, has_aux)
+    factor = None if scale is None else multiplier(scale)
 
     def products_and_losses(*args: Any) -> FoundProducts:
-        objectives, kind = found_kind(losses, argnums, args, where)
-        how: Any = {"products": needed, "argnums": argnums}
-        plan = Plan(where, has_aux, factor, is_differentiable((args, factor)), gramian_mode(), **how)
-        products, values, aux, unchecked = kind.gramian(objectives, args, plan)
-        finite = finite_rows(products, 0 if factor is None else factor.ndim)
-
-        def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
-            check_weights(where, weights, len(products))
-            with autocast_disabled():
-                return unchecked(weights), finite
-
-        return products, (values, aux) if has_aux else values, pullback
+        products, values, pull = _products("norms", losses, args, argnums, has_aux, factor)
+        return products, values, lambda weights: pull(weights)
 
     return products_and_losses
+
+
+def _products(
+    needed: Literal["gramian", "norms"],
+    losses: LossFunction,
+    args: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    factor: Tensor | None,
+) -> tuple[Tensor, Any, Callable[[Tensor], tuple[Direction, Tensor]]]:
+    """Inner products, losses, and the pullback. The caller wraps it: errors take the name of its frame."""
+    objectives, kind = found_kind(losses, argnums, args)
+    how: Any = {"products": needed, "argnums": argnums}
+    plan = Plan(has_aux, factor, is_differentiable((args, factor)), gramian_mode(), **how)
+    products, values, aux, pull = kind.gramian(objectives, args, plan)
+    finite = finite_rows(products, 0 if factor is None else factor.ndim)
+
+    def pulled(weights: Tensor) -> tuple[Direction, Tensor]:
+        check_weights(weights, len(products))
+        with autocast_disabled():
+            return pull(weights), finite
+
+    return products, (values, aux) if has_aux else values, pulled
 
 
 def weighted_fn(
@@ -251,16 +259,16 @@ def weighted_fn(
         >>> pullback(torch.tensor([0.5, 1.0]))
         (tensor([2., 2.]), tensor(True))
     """
-    check_losses("weighted_fn", losses, 0, has_aux)
-    factor = None if scale is None else multiplier(scale, "weighted_fn")
+    check_losses(losses, 0, has_aux)
+    factor = None if scale is None else multiplier(scale)
 
     def losses_and_pullback(*args: Any) -> tuple[Any, Any]:
-        objectives, kind = found_kind(losses, 0, args, "weighted_fn")
-        plan = Plan("weighted_fn", has_aux, factor, is_differentiable((args, factor)))
+        objectives, kind = found_kind(losses, 0, args)
+        plan = Plan(has_aux, factor, is_differentiable((args, factor)))
         values, aux, unchecked = kind.weighted(objectives, args, plan)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
-            check_flag("weighted_fn", "last", last)
+            check_flag("last", last)
             direction, finite = unchecked(weights, last=last)
             if finite is None:
                 return direction, all_finite((direction, weights))
@@ -302,8 +310,8 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         >>> train, test = (torch.eye(3), torch.ones(3)), (torch.ones(2, 3), torch.zeros(2))
         >>> influence = cross_gramian_fn(losses)({"w": torch.zeros(3)}, train, test)  # [3, 2]
     """
-    check_function("cross_gramian_fn", "losses", losses, "Pass losses(params, ...).")
-    factor = None if scale is None else multiplier(scale, "cross_gramian_fn")
+    check_function("losses", losses, "Pass losses(params, ...).")
+    factor = None if scale is None else multiplier(scale)
     if factor is not None and factor.ndim:
         raise ValueError(
             f"cross_gramian_fn: the scale must be of shape [], found {list(factor.shape)}. Pass one for both batches."
@@ -311,7 +319,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
         differentiable = is_differentiable((params, batch_a, batch_b, factor))
-        plan = Plan("cross_gramian_fn", False, factor, differentiable, gramian_mode(), products="factors")
+        plan = Plan(False, factor, differentiable, gramian_mode(), products="factors")
         (first, m), (second, k) = (_parts_of(losses, params, batch, plan) for batch in (batch_a, batch_b))
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))
         with autocast_disabled():

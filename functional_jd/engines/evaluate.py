@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function, described, dtype_or_type, refuse
+from functional_jd.core.arguments import check_flag, check_function, described, dtype_or_type, here, refuse
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
@@ -40,34 +40,34 @@ def evaluate_losses(
     Losses that add to the dicts of their batch what they have computed do not find it there when they are evaluated
     again: it was computed with other parameters.
     """
-    where, has_aux = plan.where, plan.has_aux
+    has_aux = plan.has_aux
     if torch.compiler.is_exporting():
-        refuse_export(where)
+        refuse_export()
     if not CONTAINERS.isdisjoint(map(type, args[1:])):
         args = (*args[:1], *map(own_containers, args[1:]))
     result = called(losses, args, plan, recorder)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
-            f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "
+            f"{here()}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "
             "Return (losses, aux), or leave has_aux out."
         )
     values, aux = result if has_aux else (result, ())
     if plan.examples:
-        check_example_aux(where, aux)
+        check_example_aux(aux)
     leaves = tree_leaves(values)
     for part in values.values() if type(values) is dict else values if type(values) is list else (values,):
         if type(part) is not Tensor:  # seldom, and no call where all are
-            _refuse_none(where, values)
+            _refuse_none(values)
             break
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             found = dtype_or_type(leaf)
             raise TypeError(
-                f"{where}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
+                f"{here()}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
                 "Return the tensors themselves, without .item(); for further values use has_aux=True."
             )
     if not element_count(leaves):
-        raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
+        raise ValueError(f"{here()}: expected at least one objective, found none. Return one element per objective.")
     return [leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves], (values, aux)
 
 
@@ -77,19 +77,19 @@ def called(f: Callable[..., Any], args: tuple[Any, ...], plan: Plan, recorder: W
     # In eager mode, losses of examples watch the loss of one example themselves.
     examples = plan.examples and (compiling or not isinstance(cast(Any, f), Declared))
     with without_cache():
-        run = watched(f, plan.journal, plan.where, examples=examples, inner=recorder)
+        run = watched(f, plan.journal, examples=examples, inner=recorder)
         return run_traced(run, *args) if compiling else run(*args)
 
 
-def _refuse_none(where: str, values: Losses, path: tuple[str, ...] = ()) -> None:
+def _refuse_none(values: Losses, path: tuple[str, ...] = ()) -> None:
     """Refuse None in the place of a loss: other losses would move to its row."""
     if values is None:
         raise TypeError(
-            f"{where}: losses must be floating-point tensors, found None in {'.'.join(path) or 'value'!r}. Return the "
+            f"{here()}: losses must be floating-point tensors, found None in {'.'.join(path) or 'value'!r}. Return the "
             "same losses for every batch: where a batch has nothing to say, 0 * other_loss."
         )
     for name, part in children(values) or []:
-        _refuse_none(where, part, (*path, name))
+        _refuse_none(part, (*path, name))
 
 
 def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ def row_scales(plan: Plan, m: int, like: Tensor) -> Tensor:
         return torch.ones(m, device=like.device)
     if plan.scale.ndim and plan.scale.shape != (m,):
         raise ValueError(
-            f"{plan.where}: the scale must be of shape [] or [{m}], one per objective, found "
+            f"{here()}: the scale must be of shape [] or [{m}], one per objective, found "
             f"{list(plan.scale.shape)}. Start it with scale_state(shape=({m},))."
         )
     return plan.scale.expand(m)
@@ -128,27 +128,27 @@ def element_count(tensors: list[Tensor]) -> int:
     return count
 
 
-def check_losses(where: str, losses: Any, argnums: Any, has_aux: Any) -> None:
+def check_losses(losses: Any, argnums: Any, has_aux: Any) -> None:
     """Refuse what is no function, no position of an argument, or no flag."""
-    check_function(where, "losses", losses, "Pass losses(params, ...).")
-    check_flag(where, "has_aux", has_aux)
+    check_function("losses", losses, "Pass losses(params, ...).")
+    check_flag("has_aux", has_aux)
     several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
     for position in argnums if several else [argnums]:
         if isinstance(position, bool) or not isinstance(position, int):
-            refuse(where, "argnums", "a position, or several in a tuple", argnums, "Count from 0: 0 is params.")
+            refuse("argnums", "a position, or several in a tuple", argnums, "Count from 0: 0 is params.")
 
 
-def check_weights(where: str, weights: Any, m: int) -> None:
+def check_weights(weights: Any, m: int) -> None:
     """Refuse what is not one number per objective."""
     if not isinstance(weights, Tensor) or weights.shape != (m,) or weights.is_complex():
         raise ValueError(
-            f"{where}: weights must be one tensor [{m}], one per objective, found {described(weights)}. "
+            f"{here()}: weights must be one tensor [{m}], one per objective, found {described(weights)}. "
             "Rules that weigh entry by entry need the Jacobian."
         )
 
 
 def select_arguments(
-    argnums: int | Sequence[int], args: tuple[Any, ...], where: str
+    argnums: int | Sequence[int], args: tuple[Any, ...]
 ) -> tuple[Tree, Callable[[Tree], tuple[Any, ...]]]:
     """The arguments to differentiate, and a function that puts others in their place."""
     if argnums == 0 and args:  # as nearly always
@@ -157,7 +157,7 @@ def select_arguments(
     known = all(-len(args) <= position < len(args) for position in positions)
     if not positions or not known or len({position % len(args) for position in positions}) < len(positions):
         raise ValueError(
-            f"{where}: argnums must name some of the {len(args)} arguments, each once, found {argnums}. Count from 0."
+            f"{here()}: argnums must name some of the {len(args)} arguments, each once, found {argnums}. Count from 0."
         )
 
     def rebuild(chosen: Tree) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.types import Tree
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.watching import StateJournal
 
 LeafGroup: TypeAlias = tuple[str, int, str]
@@ -18,7 +19,6 @@ class Plan(NamedTuple):
     """What the caller of an engine wants: how to differentiate and, in a step, the losses at a point and the rule.
 
     Attributes:
-        where: the function that the user called, for errors and warnings.
         has_aux: whether the losses return `(losses, aux)`; in a step they return `(losses, (buffers, aux))`.
         scale: float32 `[]` or `[m]`, what cotangents are multiplied by, and gradients divided by; or None.
         differentiable: whether a transform is active, or an input requires grad.
@@ -45,7 +45,6 @@ class Plan(NamedTuple):
         next_buffers: the buffers of the next step, from those that the losses returned.
     """
 
-    where: str
     has_aux: bool
     scale: Tensor | None
     differentiable: bool
@@ -107,6 +106,6 @@ def require(plan: Plan, name: str, *, serves: bool, rules: str) -> None:
     """
     if not serves:
         raise ValueError(
-            f"{plan.where}: engine={name!r} serves rules that need {rules}, found one that needs {plan.view.needs}. "
+            f"{here()}: engine={name!r} serves rules that need {rules}, found one that needs {plan.view.needs}. "
             "Use engine='auto' or 'jacobian'."
         )

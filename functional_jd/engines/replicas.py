@@ -12,7 +12,7 @@ from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core import agreement
 from functional_jd.core.agreement import description, means_if_alike
-from functional_jd.core.arguments import check_option, refuse
+from functional_jd.core.arguments import check_option, here, refuse
 from functional_jd.core.rows import at_least_float32, neighbours, of_distinct
 from functional_jd.core.sharding import collective as collective_of
 from functional_jd.core.sharding import is_sharded
@@ -61,7 +61,7 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
 
     Differs: from torch's functional collectives, whose jvp is zero, and which torch.func.grad refuses.
     """
-    floating_leaves(jacobian, "mean_jacobian")
+    floating_leaves(jacobian)
     return mean_over_group(jacobian, group)
 
 
@@ -99,7 +99,7 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
         TypeError: a leaf is not a dense tensor.
         ValueError, RuntimeError: see `mean_jacobian`.
     """
-    check_dense("replicate", tree)
+    check_dense(tree)
     return tree_map(lambda leaf: collective("first", leaf, group), tree)
 
 
@@ -137,14 +137,14 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         The replicas stay equal, bit for bit, on equal machines. A step equals, to rounding, one on the whole batch. One
         replica's overflow skips the step on all. Compiles in a full graph.
     """
-    check_option("replicated", "engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
+    check_option("engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
 
     def observe(plan: Plan) -> Observation:
         by_weights = plan.view.products == "none"
         return _OBSERVE[engine if engine != "auto" else "weighted" if by_weights else "jacobian"](plan, group)
 
     def replicate_state(tree: Tree) -> Tree:
-        check_alike("train_state", tree, group, "parameters and states")
+        check_alike(tree, group, "parameters and states")
         return replicate(tree, group)
 
     def place() -> tuple[int, int]:
@@ -155,15 +155,15 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
 
 def _check(engine: str, plan: Plan) -> None:
-    where, view = plan.where, plan.view
+    view = plan.view
     if plan.kind.several_sets:
         raise ValueError(
-            f"{where}: replicated() orders rows by replica, and needs per_example losses of one kind, found losses by "
+            f"{here()}: replicated() orders rows by replica, and needs per_example losses of one kind, found losses by "
             "name. Return the mean over each set of examples."
         )
     if engine == "weighted" and view.products != "none":
         raise ValueError(
-            f"{where}: replicated('weighted') serves rules that need no gradients, found one that needs {view.needs}. "
+            f"{here()}: replicated('weighted') serves rules that need no gradients, found one that needs {view.needs}. "
             "Use replicated()."
         )
 
@@ -215,7 +215,7 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
     if examples or plan.starting:
         method = {"rule": plan.rule} | ({} if plan.optimizer is None else {"optimizer": plan.optimizer})
-        check_alike(plan.where, values, group, "losses", method)
+        check_alike(values, group, "losses", method)
 
 
 def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
@@ -239,7 +239,7 @@ def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
         "the same rule": repr(description(plan.rule, keys=False, waiting=False)),
     }
     mean = partial(mean_over_group, group=group)
-    return tree_unflatten(structure, means_if_alike(plan.where, leaves, parts, mean, known_group(group)[1], _CURE))
+    return tree_unflatten(structure, means_if_alike(leaves, parts, mean, known_group(group)[1], _CURE))
 
 
 _CURE = (
@@ -303,14 +303,14 @@ def collective(kind: str, value: Tensor, group: Group) -> Tensor:
         return collective_of(kind, value, *known_group(group)[:2])
 
 
-def check_dense(where: str, tree: Tree) -> None:
+def check_dense(tree: Tree) -> None:
     """Refuse leaves that are no dense tensors."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
-            refuse(where, "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")
+            refuse("tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")
 
 
-def check_alike(where: str, tree: Tree, group: Group, what: str, method: Mapping[str, Any] = {}) -> None:
+def check_alike(tree: Tree, group: Group, what: str, method: Mapping[str, Any] = {}) -> None:
     """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes, and methods, by name,
     that are alike except for keys: one exchange of a digest. Collectives of different sizes would end the process.
     """
@@ -320,4 +320,4 @@ def check_alike(where: str, tree: Tree, group: Group, what: str, method: Mapping
     parts = {f"{what} with the same names, shapes and dtypes": described_leaves(tree)}
     parts |= {f"the same {name}": [description(record, keys=False)] for name, record in method.items()}
     least = partial(collective, "least", group=group)
-    agreement.check_alike(where, parts, least, leaves[0].device, "Build them alike everywhere.")
+    agreement.check_alike(parts, least, leaves[0].device, "Build them alike everywhere.")

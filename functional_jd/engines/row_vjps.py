@@ -113,7 +113,7 @@ def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Resul
         return looped()
     if mode == "vmap" or torch.compiler.is_compiling():
         return vmapped()
-    return attempt(vmapped, looped, where=plan.where, instead=LOOP, journal=plan.journal)
+    return attempt(vmapped, looped, instead=LOOP, journal=plan.journal)
 
 
 def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | None]]:
@@ -242,7 +242,7 @@ def _memory(part: list[Tensor | None], m: int, one: bool) -> Rows:
 def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tuple[list[Tensor], Tensor | None]:
     """The scaled weights, by output, and the scale `[]` that they have in common; None without a scale."""
     m, common = element_count(outputs), None
-    check_weights(plan.where, weights, m)
+    check_weights(weights, m)
     if plan.scale is not None:
         weights = weights.to(widest(outputs[0].device))
         common = common_scale(weights, row_scales(plan, m, outputs[0]), plan)

@@ -12,6 +12,7 @@ from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.engines.plan import Plan
 from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
 from functional_jd.torch_compat.backward import gradients, to_dense
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import traceable, traced_grad, under_transform
 
@@ -63,7 +64,7 @@ def vjp(
     """
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # torch 2.11 returns zeros
         raise ValueError(
-            f"{plan.where}: expected a call outside of torch.inference_mode, where torch records no derivatives, found "
+            f"{here()}: expected a call outside of torch.inference_mode, where torch records no derivatives, found "
             "one inside. Use torch.no_grad() around it."
         )
     if (plan.differentiable or example) and under_transform():
@@ -130,7 +131,7 @@ def _sizes(made: list[tuple[bool, torch.Size]], inputs: list[Tensor]) -> Sizes:
 
 
 def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: bool, ends: Sequence[Any]) -> Vjp:
-    where, differentiable = plan.where, plan.differentiable
+    differentiable = plan.differentiable
     # Aliases, not the tensors themselves: the gradient stops here, wherever else the caller uses them.
     with torch.enable_grad():
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
@@ -165,13 +166,13 @@ def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: b
         wanted = targets[among]
         if not outs or not wanted:
             return [None] * len(wanted)
-        found = gradients(where, outs, wanted, given, create_graph or not last, create_graph)
+        found = gradients(outs, wanted, given, create_graph or not last, create_graph)
         for x in leaves:
             if x.grad is not None:
                 raise ValueError(
-                    f"{where}: expected custom autograd functions whose backward returns its gradients, found one that "
-                    "calls Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are "
-                    "lost. Pass it the parameters as inputs, and return what torch.autograd.grad gives; or, of a "
+                    f"{here()}: expected custom autograd functions whose backward returns its gradients, found one "
+                    "that calls Tensor.backward or torch.autograd.backward, by which those of the parameters inside it "
+                    "are lost. Pass it the parameters as inputs, and return what torch.autograd.grad gives; or, of a "
                     "reversible model, take the form that does not recompute."
                 )
         return found

@@ -44,11 +44,11 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         >>> hypervolume(torch.tensor([[0.0, 0.5], [0.5, 0.0]]), torch.ones(2))
         tensor(0.7500, dtype=torch.float64)
     """
-    check_matrix("hypervolume", "points", points)
+    check_matrix("points", points)
     m = points.shape[-1]
     if not isinstance(reference, Tensor) or not reference.is_floating_point() or reference.shape != (m,):
         cure = "Pass the worst losses that count."
-        refuse("hypervolume", "reference", f"a floating-point tensor [{m}], one per loss", reference, cure, ValueError)
+        refuse("reference", f"a floating-point tensor [{m}], one per loss", reference, cure, ValueError)
     if m > MOST_LOSSES:
         raise ValueError(
             f"hypervolume: points must have at most {MOST_LOSSES} losses, found {m}: its memory grows as K^(m - 1). "
@@ -115,7 +115,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         >>> method = {"losses": losses, "rule": fronts.hypervolume_gradient([5.0, 5.0]), "optimizer": sgd(0.02)}
         >>> front = fronts.train(starts, [()] * 200, **method)
     """
-    bounds = per_objective("hypervolume_gradient", "reference", reference)
+    bounds = per_objective("reference", reference)
 
     def weigh(points: Tensor) -> Weights:
         if points.shape[-1] > MOST_LOSSES:

@@ -44,9 +44,9 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem. Its
         weights may be negative: repulsion drives the ends of a front beyond it.
     """
-    strength = number("moo_svgd", "repulsion", repulsion, NOT_NEGATIVE, "The default is 1.0.")
+    strength = number("repulsion", repulsion, NOT_NEGATIVE, "The default is 1.0.")
     if bandwidth is not None:
-        bandwidth = number("moo_svgd", "bandwidth", bandwidth, POSITIVE, "None takes the median.")
+        bandwidth = number("bandwidth", bandwidth, POSITIVE, "None takes the median.")
     descend = mgda().update
 
     def weigh(seen: tuple[Gramian, Tensor]) -> Weights:

@@ -9,7 +9,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import PREFERENCES, per_objective
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.aggregators.mgda import mgda
-from functional_jd.core.arguments import check_integer, refuse
+from functional_jd.core.arguments import check_integer, described
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.fronts.points import check_matrix
@@ -53,21 +53,23 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         >>> method = {"losses": losses, "rule": fronts.pmtl(u), "preferences": u, "optimizer": sgd(0.05)}
         >>> front = fronts.train(torch.zeros(2), [()] * 100, **method)
     """
-    check_matrix("pmtl", "preferences", preferences, "Take lattice(m, divisions).")
+    check_matrix("preferences", preferences, "Take lattice(m, divisions).")
     if not len(preferences):
         raise ValueError("pmtl: preferences must be at least one, found none. Take lattice(m, divisions).")
-    check_integer("pmtl", "warmup", warmup, 0, "It counts steps.")
+    check_integer("warmup", warmup, 0, "It counts steps.")
     units = _units(preferences.double())
     least_norm = mgda().update
 
     def rule_of(preference: Tensor) -> Aggregator:
-        own = per_objective("pmtl", "preference", preference, PREFERENCES)
+        own = per_objective("preference", preference, PREFERENCES)
 
         def update(seen: tuple[Gramian, Tensor], steps: Tensor) -> tuple[Weights, Tensor]:
             G, losses = seen
             if units.shape[1] != len(losses):
-                expected = f"[K, {len(losses)}], one column per loss"
-                refuse("pmtl", "preferences", expected, units, "Take lattice(m, divisions) with m losses.", ValueError)
+                raise ValueError(
+                    f"pmtl: preferences must be [K, {len(losses)}], one column per loss, found {described(units)}. "
+                    "Take lattice(m, divisions) with m losses."
+                )
             constraints = units.to(losses) - _units(own(losses))
             violated = constraints @ losses > _MISSED * torch.linalg.vector_norm(losses)
             is_first = violated.any() & (steps < warmup)

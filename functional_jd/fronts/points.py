@@ -27,7 +27,7 @@ def non_dominated(points: Tensor) -> Tensor:
         Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
         of each loss. Time and memory grow as `K^2 m`.
     """
-    check_matrix("non_dominated", "points", points)
+    check_matrix("points", points)
     left, right = points.unsqueeze(-2), points.unsqueeze(-3)
     dominated = ((right <= left).all(-1) & (right < left).any(-1)).any(-1)
     return ~dominated & points.isfinite().all(-1)
@@ -60,7 +60,7 @@ def knee(points: Tensor) -> Tensor:
         >>> int(knee(torch.tensor([[0.0, 1.0], [0.1, 0.2], [1.0, 0.0]])))
         1
     """
-    check_matrix("knee", "points", points)
+    check_matrix("points", points)
     if not len(points):
         raise ValueError("knee: points must be at least one, found none. Pass losses [K, m].")
     points = points.double()
@@ -96,12 +96,12 @@ def lattice(m: int, divisions: int) -> Tensor:
         >>> lattice(2, 4)[:, 0]
         tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000], dtype=torch.float64)
     """
-    check_integer("lattice", "m", m, 1, "It counts objectives.")
-    check_integer("lattice", "divisions", divisions, 1, "For two objectives there are divisions + 1 preferences.")
+    check_integer("m", m, 1, "It counts objectives.")
+    check_integer("divisions", divisions, 1, "For two objectives there are divisions + 1 preferences.")
     count = comb(divisions + m - 1, m - 1)
     if count > _MOST:
         expected = f"such that there are at most 2^20 preferences, not {count},"
-        refuse("lattice", "divisions", expected, divisions, "Take fewer.", ValueError)
+        refuse("divisions", expected, divisions, "Take fewer.", ValueError)
     # A preference is a row of `divisions` stars that m - 1 bars part: entry i counts the stars before bar i.
     places = list(combinations(range(divisions + m - 1), m - 1))
     bars = torch.tensor(places, dtype=torch.float64).reshape(count, m - 1)
@@ -110,10 +110,10 @@ def lattice(m: int, divisions: int) -> Tensor:
     return (ends - edges - 1) / divisions
 
 
-def check_matrix(where: str, name: str, value: Any, cure: str = "Stack the losses of K points.") -> Tensor:
+def check_matrix(name: str, value: Any, cure: str = "Stack the losses of K points.") -> Tensor:
     """Return a floating-point tensor `[K, m]`, one row for each point or preference; raise for another value."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
-        refuse(where, name, "a floating-point tensor [K, m]", value, "Convert it with .double().")
+        refuse(name, "a floating-point tensor [K, m]", value, "Convert it with .double().")
     if value.ndim != 2 or not value.shape[1]:
-        refuse(where, name, "[K, m], one in a row", value, cure, ValueError)
+        refuse(name, "[K, m], one in a row", value, cure, ValueError)
     return value

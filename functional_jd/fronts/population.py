@@ -45,7 +45,7 @@ def _weights_of(population: Population, index: Tensor, seen: Any) -> Weights:
     k = len(tree_leaves(everyone)[0])
     if not isinstance(weights, Tensor) or weights.ndim != 2 or len(weights) != k:
         cure = "Return one weight for each loss of each solution."
-        refuse("fronts.train", "weights of the population", f"[K, m] with K = {k}", weights, cure, ValueError)
+        refuse("weights of the population", f"[K, m] with K = {k}", weights, cure, ValueError)
     return weights.index_select(0, index.unsqueeze(0)).squeeze(0)
 
 

@@ -102,9 +102,9 @@ def train(
     """
     if not isinstance(compile, bool | str) or compile not in (False, True, "eager", "inductor"):
         cure = "'eager' runs the operators of a step without a compiler."
-        refuse("fronts.train", "compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
+        refuse("compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
     if chunk_size is not None:
-        check_integer("fronts.train", "chunk_size", chunk_size, 1, "It counts solutions.")
+        check_integer("chunk_size", chunk_size, 1, "It counts solutions.")
     start, preferences, marks, rule_of = _solutions(start, preferences, rule, chunk_size)
     first, remaining = _first_of(batches)
     last = [first]
@@ -149,7 +149,7 @@ def _solutions(
         start, preferences = _checked_population(start, preferences, chunk_size)
         return start, preferences, torch.arange(len(preferences), device=preferences.device), partial(member, rule)
     advice = "Pass a function from a preference to a rule, such as tchebycheff, or a Population."
-    check_function("fronts.train", "rule", rule, advice)
+    check_function("rule", rule, advice)
     preferences = _checked_preferences(start, preferences)
     return start, preferences, preferences, rule
 
@@ -157,11 +157,11 @@ def _solutions(
 def _first_of(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     """The first batch, and an iterator over the others."""
     if not isinstance(batches, Iterable) or (isinstance(batches, Tensor) and not batches.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("fronts.train", "batches", "a DataLoader, a list or a generator", batches, "Of no arguments: [()].")
+        refuse("batches", "a DataLoader, a list or a generator", batches, "Of no arguments: [()].")
     remaining = iter(batches)
     for first in remaining:
         return first, remaining
-    raise ValueError("fronts.train: batches must have an item, found none. Pass [()] for losses of params alone.")
+    raise ValueError("train: batches must have an item, found none. Pass [()] for losses of params alone.")
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:
@@ -174,14 +174,14 @@ def _checked_population(
     """The start of all solutions of a population, and their preferences, which have no entries."""
     for name, value in (("chunk_size", chunk_size), ("preferences", preferences)):
         if value is not None:
-            refuse("fronts.train", name, "None for a population", value, "Leave it out.", ValueError)
+            refuse(name, "None for a population", value, "Leave it out.", ValueError)
     if isinstance(start, Front):
         return start, start.preferences
-    leaves, _ = floating_leaves(start, "fronts.train")
+    leaves, _ = floating_leaves(start)
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            "fronts.train: start must be the stacked parameters of a population, leaves [K, ...], found shapes "
+            "train: start must be the stacked parameters of a population, leaves [K, ...], found shapes "
             f"{[list(leaf.shape) for leaf in leaves[:3]]}. Stack them: torch.func.stack_module_state(models)[0]."
         )
     return tree_map(lambda x: x.detach(), start), leaves[0].new_empty((len(leaves[0]), 0)).detach()
@@ -191,10 +191,10 @@ def _checked_preferences(start: Params | Front, preferences: Tensor | None) -> T
     if preferences is None and isinstance(start, Front):
         return start.preferences
     cure = "Take lattice(m, divisions)."
-    preferences = check_matrix("fronts.train", "preferences", preferences, cure)
+    preferences = check_matrix("preferences", preferences, cure)
     wanted = len(start.preferences) if isinstance(start, Front) else max(len(preferences), 1)
     if len(preferences) != wanted:
-        refuse("fronts.train", "preferences", f"{wanted}, one for each solution", len(preferences), cure, ValueError)
+        refuse("preferences", f"{wanted}, one for each solution", len(preferences), cure, ValueError)
     likes = tree_leaves(start)
     at = likes[0].device if likes and isinstance(likes[0], Tensor) else None  # where each step needs them
     return preferences.detach().to(at)

@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Declared, Losses, Tree
 from functional_jd.random.keys import fold_in
+from functional_jd.torch_compat.callers import here
 
 Carried = tuple[Tree, Tree]
 """`(buffers, aux)`; `()` in the place of what the losses do not return."""
@@ -18,7 +19,6 @@ Carried = tuple[Tree, Tree]
 class Extras(NamedTuple):
     """What losses take and return beside the parameters, the batch and their values."""
 
-    where: str
     buffers: Tree  # what the losses take after the parameters; `()` if nothing, `{}` of a module without buffers
     has_aux: bool  # whether they return aux, last
     rank: int = 0  # the place of this rank's part in the batch
@@ -53,7 +53,7 @@ def with_carried(result: Any, extras: Extras) -> tuple[Losses, Carried]:
         found = f"a tuple of {len(cast(Any, result))}" if isinstance(result, tuple) else type(result).__name__
         given = (["buffers"] if extras.takes_buffers else []) + (["has_aux=True"] if extras.has_aux else [])
         raise TypeError(
-            f"{extras.where}: with {' and '.join(given)} the losses must return ({', '.join(parts)}), found "
+            f"{here()}: with {' and '.join(given)} the losses must return ({', '.join(parts)}), found "
             f"{found}. Return a tuple of these {len(parts)}."
         )
     values, *rest = cast("tuple[Any, ...]", result)
@@ -81,14 +81,14 @@ def checked_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> Tree:
     except ValueError as error:
         names = sorted(set(tree_names(found)) ^ set(tree_names(extras.buffers)))
         raise ValueError(
-            f"{extras.where}: the losses must return buffers with the structure of those that they received, found "
+            f"{here()}: the losses must return buffers with the structure of those that they received, found "
             f"another, which differs in {names[:5]}. Return all buffers, also those that did not change."
         ) from error
     for index, (x, y) in enumerate(zip(old, new, strict=True)):
         expected, given = (_shaped(x), _shaped(y, rows))
         if expected != given:
             raise ValueError(
-                f"{extras.where}: the losses must return buffers with the shapes and dtypes of those that they "
+                f"{here()}: the losses must return buffers with the shapes and dtypes of those that they "
                 f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}. What gets its "
                 "shape in its first forward pass, such as observers of quantization, needs one before "
                 "dict(module.named_buffers())."

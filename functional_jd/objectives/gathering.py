@@ -33,15 +33,14 @@ class Gathers:
     travels with the losses. Otherwise shards of different leaves would be mixed.
 
     Args:
-        where: the function that the user called.
         mesh: over which leaves are gathered.
         starting: whether training starts.
         rule: the rule that weighs the losses, alike on all ranks; or None.
         reshard: whether leaves are freed after each use, and gathered again.
     """
 
-    def __init__(self, where: str, mesh: Any, starting: bool, rule: Any = None, reshard: bool = False):
-        self.where, self.mesh, self.starting, self.rule, self.reshard = where, mesh, starting, rule, reshard
+    def __init__(self, mesh: Any, starting: bool, rule: Any = None, reshard: bool = False):
+        self.mesh, self.starting, self.rule, self.reshard = mesh, starting, rule, reshard
         self.names: list[str] = []
         self.wholes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Leaf]] = {}
 
@@ -59,7 +58,7 @@ class Gathers:
     def announce(self, doing: Any, device: Any) -> None:
         """Raise ValueError on all ranks, where training starts, unless all do the same."""
         if self.starting:
-            check_alike(self.where, {_ALIKE: doing}, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
+            check_alike({_ALIKE: doing}, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
 
     def mean(self, values: list[Tensor], described: list[str]) -> list[Tensor]:
         """The means over the ranks of losses, with which digests of the names, their own too, and of the rule go."""
@@ -67,7 +66,7 @@ class Gathers:
         parts = {_ALIKE: used, "the same rule": repr(description(self.rule, keys=False, waiting=False))}
         mean = partial(over_mesh, "mean", mesh=self.mesh)
         some = values or [torch.zeros(0, device=self.mesh.device_type)]  # a rank without losses is told so, too
-        return means_if_alike(self.where, some, parts, mean, self.mesh.size(), _CURE)[: len(values)]
+        return means_if_alike(some, parts, mean, self.mesh.size(), _CURE)[: len(values)]
 
     def saving_shards(self) -> Any:
         """Let autograd save shards instead of gathered leaves and their views, and gather them again when needed."""

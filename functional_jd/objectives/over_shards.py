@@ -23,6 +23,7 @@ from functional_jd.core.tree import (
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Leaf, not_gathered_here
 from functional_jd.objectives.structured import ExampleSets, PerExample
+from functional_jd.torch_compat.callers import here
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Sharded(Declared):
         return replace(self, losses=inner)
 
     def __call__(self, params: Params, *batch: Any) -> Losses:
-        floating_leaves(params, "sharded")
+        floating_leaves(params)
         if isinstance(self.losses, PerExample | ExampleSets):
-            raise no_sharded_form("sharded", "per_example losses")
-        gathers = Gathers("sharded", self.mesh, False)
+            raise no_sharded_form("per_example losses")
+        gathers = Gathers(self.mesh, False)
         return self.of_shards(lambda losses, chosen, enter: enter(losses, chosen), [params], gathers)(
             shards_of(params), *batch
         )
@@ -63,12 +64,12 @@ class Sharded(Declared):
             f: Callable[..., Any], likes: Sequence[Tree], prefix: str = "", *, returns_losses: bool = True
         ) -> Callable[..., Any]:
             if self.mesh is None and not returns_losses:
-                raise no_sharded_form(gathers.where, "multitask losses", ", or sharded(multitask(...), mesh)")
+                raise no_sharded_form("multitask losses", ", or sharded(multitask(...), mesh)")
             given = dict(zip(at, likes, strict=True))
 
             def of_shards(*args: Any) -> Any:
                 hooks = gathers.saving_shards() if gathers.reshard else nullcontext()
-                with hooks, _told_of_mixed_leaves(gathers.where):
+                with hooks, _told_of_mixed_leaves():
                     whole = [
                         self.entered(arg, given.get(k), prefix if k in given else f"argument {k}.", gathers)
                         for k, arg in enumerate(args)
@@ -102,7 +103,7 @@ class Sharded(Declared):
                 return shard
             if is_sharded(like) and like.device_mesh != self.mesh:
                 raise ValueError(
-                    f"{gathers.where}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
+                    f"{here()}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
                     f"{like.device_mesh}. Distribute them with the same mesh."
                 )
             leaf = Leaf(shard_of(shard).detach() if constant else shard, like, name)
@@ -114,7 +115,7 @@ class Sharded(Declared):
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""
         leaves, structure = tree_flatten(values)
         if self.mesh is None:
-            return tree_unflatten(structure, [_whole(x, gathers.where) if is_sharded(x) else x for x in leaves])
+            return tree_unflatten(structure, [_whole(x) if is_sharded(x) else x for x in leaves])
         places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
         if places or not leaves:
             described = described_leaves(values)
@@ -131,16 +132,16 @@ def mesh_of(losses: Any) -> Any:
     return losses.mesh if isinstance(losses, Sharded) else None
 
 
-def no_sharded_form(where: str, found: str, cure: str = "") -> ValueError:
+def no_sharded_form(found: str, cure: str = "") -> ValueError:
     """The error of losses that are not differentiated where parameters are sharded."""
     return ValueError(
-        f"{where}: expected losses whose rows are equal objectives on all ranks, for sharded parameters, found "
+        f"{here()}: expected losses whose rows are equal objectives on all ranks, for sharded parameters, found "
         f"{found}. Pass a plain function{cure}."
     )
 
 
 @contextmanager
-def _told_of_mixed_leaves(where: str) -> Generator[None]:
+def _told_of_mixed_leaves() -> Generator[None]:
     """Say how what a closure captures, or a transform takes, gets to the losses whole."""
     try:
         yield
@@ -150,16 +151,16 @@ def _told_of_mixed_leaves(where: str) -> Generator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ValueError(
-            f"{where}: expected sharded(losses, mesh) whose losses take every DTensor as an argument and get it whole, "
-            "found that they compute with one that they capture. Pass it with the batch: "
+            f"{here()}: expected sharded(losses, mesh) whose losses take every DTensor as an argument and get it "
+            "whole, found that they compute with one that they capture. Pass it with the batch: "
             "losses(params, base, *batch)."
         ) from error
 
 
-def _whole(value: Any, where: str) -> Tensor:
+def _whole(value: Any) -> Tensor:
     if any(p.is_partial() and p.reduce_op != "sum" for p in value.placements):
         raise ValueError(
-            f"{where}: expected losses that are placed Shard, Replicate or Partial('sum'), found "
+            f"{here()}: expected losses that are placed Shard, Replicate or Partial('sum'), found "
             f"{list(value.placements)}. Redistribute what is averaged before the loss averages it."
         )
     from torch.distributed.tensor import Replicate  # takes a second to import: not before there is a DTensor

@@ -35,11 +35,11 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
         >>> list(trained), list(constant)
         (['a.w'], ['b.w'])
     """
-    check_function("partition", "predicate", predicate, "Pass predicate(name, leaf).")
+    check_function("predicate", predicate, "Pass predicate(name, leaf).")
     leaves, structure = tree_flatten(tree)
     if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):  # pyright: ignore[reportUnnecessaryIsInstance]
         cure = "Pass for instance dict(module.named_parameters())."
-        refuse("partition", "tree", "a pytree with tensors", tree if leaves[0] is tree else leaves[0], cure)
+        refuse("tree", "a pytree with tensors", tree if leaves[0] is tree else leaves[0], cure)
     chosen = [bool(predicate(name, leaf)) for name, leaf in zip(tree_names(tree), leaves, strict=True)]
     parts = [
         tree_unflatten(structure, [x if flag is wanted else _NOTHING for x, flag in zip(leaves, chosen, strict=True)])

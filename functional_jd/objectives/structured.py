@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_function, check_mapping, refuse
+from functional_jd.core.arguments import check_function, check_mapping, described, here, refuse
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
@@ -43,7 +43,7 @@ class PerExample(Declared):
         def watched(*given: Any, alone: bool = False) -> Any:
             with journal.watch(examples=True):
                 result = self.of_one(*given) if alone else self.loss(*given)
-            check_example_aux("per_example", result)
+            check_example_aux(result)
             return result
 
         def together() -> Losses:
@@ -53,7 +53,7 @@ class PerExample(Declared):
             return stacked([watched(params, *example, alone=True) for example in self.examples(batch)])
 
         instead = "evaluates one example after the other"
-        return attempt(together, one_by_one, where="per_example", instead=instead, journal=journal)
+        return attempt(together, one_by_one, instead=instead, journal=journal)
 
     def of_one(self, params: Params, *example: Tree) -> Any:
         try:
@@ -170,9 +170,11 @@ class ExampleSets(Declared):
         """Return the arguments of each set, in the order of the rows."""
         names = sorted(self.parts)
         for argument in batch:
-            check_mapping(
-                "per_example", "arguments", argument, "With losses by name, each is a dict by the same names."
-            )
+            if not isinstance(argument, Mapping):
+                raise TypeError(
+                    f"per_example: arguments must be a dict by names, found {described(argument)}. With losses by "
+                    "name, each is a dict by the same names."
+                )
         given = {name for argument in batch for name in argument}
         if given != set(names):
             raise ValueError(
@@ -227,11 +229,11 @@ def per_example(
     """
     if isinstance(loss, Mapping):
         return _by_name(loss, in_dims)
-    check_function("per_example", "loss", loss, "Pass the function itself.")
+    check_function("loss", loss, "Pass the function itself.")
     for dim in in_dims if isinstance(in_dims, list | tuple) else [in_dims]:
         if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
             cure = "0 if the examples are along the first dimension of all arguments."
-            refuse("per_example", "in_dims", "a dimension, None, or a tuple of these", in_dims, cure)
+            refuse("in_dims", "a dimension, None, or a tuple of these", in_dims, cure)
     return PerExample(loss, in_dims)
 
 
@@ -267,8 +269,8 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
         >>> jacobian.shared["w"].shape, jacobian.heads["v"].shape
         (torch.Size([2, 3, 2]), torch.Size([2]))
     """
-    check_function("multitask", "features", features, "Pass the function itself.")
-    check_function("multitask", "heads", heads, "Pass the function itself.")
+    check_function("features", features, "Pass the function itself.")
+    check_function("heads", heads, "Pass the function itself.")
     return Multitask(features, heads)
 
 
@@ -279,22 +281,20 @@ def stacked(trees: Sequence[Tree]) -> Tree:
 
 
 def _by_name(losses: Mapping[str, Callable[..., Any]], in_dims: Dims) -> ExampleSets:
-    check_mapping("per_example", "loss", losses, 'Pass for instance {"inside": residual, "edge": value}.')
+    check_mapping("loss", losses, 'Pass for instance {"inside": residual, "edge": value}.')
     if not losses:
         raise ValueError("per_example: expected at least one loss, found an empty dict. Pass a function, or a dict.")
     if isinstance(in_dims, Sequence):
-        refuse(
-            "per_example", "in_dims", "one dimension, as the losses have names", in_dims, "Close over what is shared."
-        )
+        refuse("in_dims", "one dimension, as the losses have names", in_dims, "Close over what is shared.")
     parts = {name: per_example(loss, in_dims) for name, loss in losses.items()}
     return ExampleSets({name: replace(part, name=name) for name, part in parts.items()})
 
 
-def check_example_aux(where: str, aux: Any) -> None:
+def check_example_aux(aux: Any) -> None:
     """What comes back for every example is stacked, and must be tensors."""
     for leaf in tree_leaves(aux):
         if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{where}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
+                f"{here()}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
                 "out, or return torch.as_tensor(...) of numbers."
             )

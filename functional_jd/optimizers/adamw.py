@@ -89,25 +89,25 @@ def adamw(
         >>> warm_up = lambda steps: 1e-3 * torch.clamp((steps + 1) / 100, max=1.0)  # steps that were taken, int64
         >>> optimizer = adamw(lr=warm_up)
     """
-    check_settings("adamw", tensors=_TENSORS, lr=lr, eps=eps, weight_decay=weight_decay)
+    check_settings(tensors=_TENSORS, lr=lr, eps=eps, weight_decay=weight_decay)
     are_numbers = not (isinstance(eps, Tensor) or isinstance(weight_decay, Tensor))  # which the fused kernel reads
     pair: Any = betas
     if not isinstance(pair, tuple | list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        refuse("adamw", "betas", "a pair of numbers", pair, "Usual values are (0.9, 0.999).")
+        refuse("betas", "a pair of numbers", pair, "Usual values are (0.9, 0.999).")
     for index, beta in enumerate(betas):
-        check_number("adamw", f"betas[{index}]", beta, BELOW_1, "Usual values are (0.9, 0.999).", "a number in [0, 1)")
+        check_number(f"betas[{index}]", beta, BELOW_1, "Usual values are (0.9, 0.999).", "a number in [0, 1)")
     b1, b2 = betas
 
     def init(params: Params) -> AdamwState:
-        steps = no_steps(params, "adamw")
+        steps = no_steps(params)
         return AdamwState(steps, tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
     def step(
         moving: Tensor | None, direction: Direction, state: AdamwState, params: Params
     ) -> tuple[Params, AdamwState]:
-        leaves, structure = floating_leaves(params, "adamw")
+        leaves, structure = floating_leaves(params)
         if any_sharded(leaves):
-            return on_shards(step, "adamw", moving, direction, state, params)
+            return on_shards(step, moving, direction, state, params)
         directions, first, second = map(partial(leaves_like, structure), (direction, state.first, state.second))
         rate = current_rate(lr, state.steps)
         fits = state.steps.ndim == 0

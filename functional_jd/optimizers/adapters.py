@@ -79,24 +79,24 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     given: Any = cls
     if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
         cure = "Pass the class and its settings: from_torch(torch.optim.Adam, lr=1e-3)."
-        refuse("from_torch", "cls", "a class of torch.optim", given, cure)
+        refuse("cls", "a class of torch.optim", given, cure)
     schedule: Any = hyper.get("lr", 0.0)
-    check_settings("from_torch", lr=schedule)
+    check_settings(lr=schedule)
     for setting, value in hyper.items():
         if setting != "lr" and any(isinstance(part, Tensor) for part in tree_leaves(value)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            refuse("from_torch", setting, "without tensors", value, "A tensor may stand for lr only.")
+            refuse(setting, "without tensors", value, "A tensor may stand for lr only.")
     scheduled = isinstance(schedule, Tensor) or callable(schedule)
     if scheduled:
         hyper = hyper | {"lr": 1.0}  # the constructors compare the rate with zero, which would wait for the device
 
     def init(params: Params) -> TorchState:
-        whole, _ = floating_leaves(params, "from_torch")
+        whole, _ = floating_leaves(params)
         if any_sharded(whole) and cls not in _ENTRYWISE:
             expected = "a class that updates every entry by itself, for sharded parameters"
             names = ", ".join(known.__name__ for known in _ENTRYWISE)
-            refuse("from_torch", "cls", expected, cls, f"Use one of {names}, or adamw and sgd.", ValueError)
+            refuse("cls", expected, cls, f"Use one of {names}, or adamw and sgd.", ValueError)
         leaves = list(map(shard_of, whole))
-        steps, zeros = no_steps(params, "from_torch"), [torch.zeros_like(leaf) for leaf in leaves]
+        steps, zeros = no_steps(params), [torch.zeros_like(leaf) for leaf in leaves]
         rate = _rate(schedule, steps) if scheduled else None
         optimizer = _instance(cls, hyper, rate, leaves, zeros, [{} for _ in leaves])
         before = [_settings(group) for group in optimizer.param_groups]
@@ -113,9 +113,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         return TorchState(steps, tuple(starmap(_sharded_entry, zip(entries, whole, strict=True))))
 
     def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
-        leaves, structure = floating_leaves(params, "from_torch")
+        leaves, structure = floating_leaves(params)
         if any_sharded(leaves):
-            return on_shards(update, "from_torch", direction, state, params)
+            return on_shards(update, direction, state, params)
         gradients = tree_leaves(in_dtypes_of(direction, params))
         rate = _rate(schedule, state.steps) if scheduled else None
         results: list[Any] = []
@@ -155,7 +155,7 @@ def from_transformation(transformation: Any) -> Optimizer:
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         expected, cure = "an object with functions init and update", "Pass classes of torch.optim to from_torch."
-        refuse("from_transformation", "transformation", expected, transformation, cure)
+        refuse("transformation", expected, transformation, cure)
     keywords = inspect.signature(transformation.update).parameters
     options = {"inplace": False} if "inplace" in keywords else {}
 

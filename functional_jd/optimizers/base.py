@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scalar
+from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scalar, here
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
@@ -40,15 +40,15 @@ class Optimizer(NamedTuple):
     sensitivity: float | Tensor | None = None
 
 
-def check_optimizer(where: str, optimizer: Any, name: str = "optimizer", cure: str = "") -> None:
+def check_optimizer(optimizer: Any, name: str = "optimizer", cure: str = "") -> None:
     """Refuse what is no optimizer, such as a builder that was not called."""
     if not isinstance(optimizer, Optimizer):
         cure = cure or "adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
         found = type(optimizer).__name__
-        raise TypeError(f"{where}: {name} must be a pair (init, update), found {found}. Call its builder: {cure}")
+        raise TypeError(f"{here()}: {name} must be a pair (init, update), found {found}. Call its builder: {cure}")
 
 
-def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
+def check_settings(*, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
     """Refuse numbers that are negative, infinite or NaN. Those named in `tensors` may be tensors, which are not read.
 
     Raises:
@@ -58,7 +58,7 @@ def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: An
     for name, value in values.items():
         cure = f"Pass for instance {name}=0.1."
         if isinstance(value, Tensor) and name in tensors:
-            check_scalar(where, name, value, cure)
+            check_scalar(name, value, cure)
             continue
         if isinstance(value, Tensor):
             cure = f"Tensors may stand for {', '.join(tensors)} only."
@@ -66,27 +66,27 @@ def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: An
             cure += " The parameters are given to train_state."
         if name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
             expected = "a number, a tensor or a schedule" if name == "lr" else "a number"
-            check_number(where, name, value, NOT_NEGATIVE, cure, expected)
+            check_number(name, value, NOT_NEGATIVE, cure, expected)
 
 
-def on_shards(update: Callable[..., tuple[Params, Tree]], where: str, *given: Any) -> tuple[Params, Tree]:
+def on_shards(update: Callable[..., tuple[Params, Tree]], *given: Any) -> tuple[Params, Tree]:
     """An update of single entries, `update(*first, direction, state, params)`, of sharded params: it is called with
     this rank's shards, and what it returns has the layouts of params and state.
     """
     *first, direction, state, params = given
-    leaves, structure = floating_leaves(params, where)
+    leaves, structure = floating_leaves(params)
     for index, (p, d) in enumerate(zip(leaves, leaves_like(structure, direction), strict=True)):
         if not same_layout(p, d):
             raise ValueError(
-                f"{where}: expected a direction that is sharded as the parameters are, found another layout in "
+                f"{here()}: expected a direction that is sharded as the parameters are, found another layout in "
                 f"{tree_names(params)[index]!r}. Redistribute it: d.redistribute(p.device_mesh, p.placements)."
             )
     new = update(*first, *map(shards_of, (direction, state, params)))
     return tree_sharded_as(new[0], params), tree_sharded_as(new[1], state)
 
 
-def no_steps(params: Params, where: str) -> Tensor:
-    leaves, _ = floating_leaves(params, where)
+def no_steps(params: Params) -> Tensor:
+    leaves, _ = floating_leaves(params)
     return torch.zeros((), dtype=torch.int64, device=leaves[0].device)
 
 

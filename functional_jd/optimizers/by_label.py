@@ -40,12 +40,12 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
         ... )
     """
     cure = 'Pass for instance {"decayed": adamw(1e-3), "plain": adamw(1e-3, weight_decay=0.0)}.'
-    check_mapping("by_label", "optimizers", optimizers, cure)
-    check_function("by_label", "labels", labels, "Pass labels(name, leaf) -> label.")
+    check_mapping("optimizers", optimizers, cure)
+    check_function("labels", labels, "Pass labels(name, leaf) -> label.")
     if not optimizers:
         raise ValueError(f"by_label: optimizers must be at least one, found none. {cure}")
     for label, optimizer in optimizers.items():
-        check_optimizer("by_label", optimizer, f"the optimizer {label!r}")
+        check_optimizer(optimizer, f"the optimizer {label!r}")
         if optimizer.sensitivity is not None:
             raise ValueError(
                 f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "
@@ -54,12 +54,12 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
     optimizers = dict(optimizers)
 
     def init(params: Params) -> Tree:
-        leaves, _ = floating_leaves(params, "by_label")
+        leaves, _ = floating_leaves(params)
         groups = _groups(params, leaves, optimizers, labels)
         return {label: optimizers[label].init(_chosen(leaves, group)) for label, group in groups.items()}
 
     def step(moving: Tensor | None, direction: Direction, state: Tree, params: Params) -> tuple[Params, Tree]:
-        leaves, structure = floating_leaves(params, "by_label")
+        leaves, structure = floating_leaves(params)
         directions, new_leaves = leaves_like(structure, direction), list(leaves)
         new_state: dict[str, Tree] = {}
         for label, group in _groups(params, leaves, optimizers, labels).items():

@@ -39,7 +39,7 @@ def global_norm(direction: Direction, norm_type: float = 2.0) -> Tensor:
     Source:
         `torch.nn.utils.get_total_norm`.
     """
-    unit, ratio = _unit_and_ratio(direction, norm_type, "global_norm")
+    unit, ratio = _unit_and_ratio(direction, norm_type)
     return unit * ratio
 
 
@@ -68,8 +68,8 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
     Differs:
         From torch, which divides by the norm + 1e-6: there, `max_norm=1e-6` halves a direction of norm 1e-6.
     """
-    _require_bound(max_norm, "clip_by_norm", "max_norm")
-    unit, ratio = _unit_and_ratio(direction, norm_type, "clip_by_norm")
+    _require_bound(max_norm, "max_norm")
+    unit, ratio = _unit_and_ratio(direction, norm_type)
     exceeds = unit * ratio > max_norm
     # Both operands are replaced in the branch that `where` discards: 0 / 0 or inf there would make derivatives NaN.
     factor = torch.where(exceeds, max_norm, torch.zeros_like(ratio)) / torch.where(exceeds, ratio, 1)
@@ -100,8 +100,8 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     Source:
         `torch.nn.utils.clip_grad_value_`.
     """
-    _require_bound(limit, "clip_by_value", "limit")
-    floating_leaves(direction, "clip_by_value")
+    _require_bound(limit, "limit")
+    floating_leaves(direction)
     bound: Any = limit
 
     def clamped(d: Tensor) -> Tensor:
@@ -110,13 +110,13 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     return tree_map(lambda d: sharded_as(clamped(shard_of(d)), d), direction)
 
 
-def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple[Tensor, Tensor]:
+def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Tensor]:
     """Return two factors of the norm: the largest magnitude, and the norm of the entries divided by it.
 
     The unit is detached, since the product does not depend on it.
     """
-    check_number(where, "norm_type", norm_type, at_least(1), "Common values are 2.0 and math.inf.")
-    leaves, _ = floating_leaves(direction, where)
+    check_number("norm_type", norm_type, at_least(1), "Common values are 2.0 and math.inf.")
+    leaves, _ = floating_leaves(direction)
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
     # A rank may hold no entry of a leaf that others do.
     shards = [leaf.to(dtype) for leaf in map(shard_of, leaves)]
@@ -137,9 +137,9 @@ def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple
     return unit, torch.where(total == 0, 0, root)
 
 
-def _require_bound(bound: Any, where: str, name: str) -> None:
+def _require_bound(bound: Any, name: str) -> None:
     cure = "Pass math.inf to clip nothing."
     if isinstance(bound, Tensor):
-        check_scalar(where, name, bound, cure)
+        check_scalar(name, bound, cure)
     else:
-        check_number(where, name, bound, at_least(0), cure)
+        check_number(name, bound, at_least(0), cure)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import NOT_NEGATIVE, check_function, check_number, refuse
+from functional_jd.core.arguments import NOT_NEGATIVE, check_function, check_number, described, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
@@ -75,10 +75,10 @@ def line_search(
     """
     at = _checked(optimizer, rates)
     if merit is not None:
-        check_function("line_search", "merit", merit, "Pass merit(losses) -> scalar.")
+        check_function("merit", merit, "Pass merit(losses) -> scalar.")
 
     def init(params: Params) -> LineSearchState:
-        leaves, _ = floating_leaves(params, "line_search")
+        leaves, _ = floating_leaves(params)
         return LineSearchState(torch.zeros((), dtype=torch.float64, device=leaves[0].device), optimizer.init(params))
 
     def update(direction: Direction, state: LineSearchState, params: Params) -> Any:  # noqa: ARG001
@@ -133,7 +133,7 @@ def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
         return torch.stack(found)
 
     instead = "evaluates the losses at one rate after the other"
-    merits = attempt(together, one_by_one, where="line_search", instead=instead, journal=journal)
+    merits = attempt(together, one_by_one, instead=instead, journal=journal)
     journal.undo()
     set_random_state(draws)
     return merits
@@ -145,13 +145,13 @@ def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tenso
     found: Any = merit(values)
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
         expected = "a function that returns one real number"
-        refuse("line_search", "merit", expected, found, "Reduce it: .sum().", ValueError)
+        raise ValueError(f"line_search: merit must be {expected}, found {described(found)}. Reduce it: .sum().")
     return found
 
 
 def _checked(optimizer: Any, rates: Any) -> Tensor:
     """The rates as a tensor."""
-    check_optimizer("line_search", optimizer, cure="line_search(sgd(1.0), rates).")
+    check_optimizer(optimizer, cure="line_search(sgd(1.0), rates).")
     if optimizer.search is not None:
         raise ValueError(
             "line_search: optimizer must need no losses, found one that itself compares losses. Pass all rates to one "
@@ -169,9 +169,9 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
         fits = isinstance(rates, list | tuple) and len(rates) > 0  # pyright: ignore[reportUnknownArgumentType]
     if not fits:
         kind = ValueError if isinstance(rates, Tensor | list | tuple) else TypeError
-        refuse("line_search", "rates", expected, rates, cure, kind)
+        refuse("rates", expected, rates, cure, kind)
     if isinstance(rates, Tensor):
         return rates.double()
     for rate in rates:  # pyright: ignore[reportUnknownVariableType]
-        check_number("line_search", "rates", rate, NOT_NEGATIVE, cure)
+        check_number("rates", rate, NOT_NEGATIVE, cure)
     return torch.tensor(rates, dtype=torch.float64)

@@ -12,6 +12,7 @@ from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_optimizer, check_settings, in_dtype_of
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key, draw_at, draw_normals
+from functional_jd.torch_compat.callers import here
 
 
 class NoisedState(NamedTuple):
@@ -71,14 +72,14 @@ def noised(
     Example:
         >>> rule, optimizer = clipped(1.0), noised(sgd(0.1), random.key(0), 1.1, max_norm=1.0, batch_size=64)
     """
-    check_noise("noised", optimizer, key, batch_size, multiplier=multiplier, max_norm=max_norm)
+    check_noise(optimizer, key, batch_size, multiplier=multiplier, max_norm=max_norm)
 
     def init(params: Params) -> NoisedState:
-        leaves, _ = floating_leaves(params, "noised")
+        leaves, _ = floating_leaves(params)
         return NoisedState(key.to(leaves[0].device), optimizer.init(params))
 
     def noisy_mean(direction: Direction, key: Tensor) -> Direction:
-        leaves, structure = floating_leaves(direction, "noised")
+        leaves, structure = floating_leaves(direction)
         keys, dtypes = split(key, len(leaves)), [torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves]
         if any_sharded(leaves) or len(set(dtypes)) > 1:
             noises = map(_noise, keys, leaves, dtypes)
@@ -106,11 +107,11 @@ def _noise(key: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return normal(key, leaf.shape, dtype=dtype)
 
 
-def check_noise(where: str, optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
+def check_noise(optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
     """Refuse what is no optimizer, no key, or no setting, in the name of the function that the user called."""
-    check_optimizer(where, optimizer, cure="sgd(0.1).")
+    check_optimizer(optimizer, cure="sgd(0.1).")
     settings = {**others, "batch_size": batch_size}
-    check_settings(where, tensors=tuple(settings), **settings)
+    check_settings(tensors=tuple(settings), **settings)
     if not isinstance(batch_size, Tensor) and not batch_size > 0:
-        raise ValueError(f"{where}: batch_size must be positive, found {batch_size}. It counts examples.")
-    check_key(key, where)
+        raise ValueError(f"{here()}: batch_size must be positive, found {batch_size}. It counts examples.")
+    check_key(key)

@@ -65,17 +65,17 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         >>> optimizer.update(torch.ones(2), optimizer.init(params), params)[0]
         tensor([0.9000, 0.9000])
     """
-    check_settings("sgd", momentum=momentum, weight_decay=weight_decay, lr=lr)
-    check_flag("sgd", "nesterov", nesterov)
+    check_settings(momentum=momentum, weight_decay=weight_decay, lr=lr)
+    check_flag("nesterov", nesterov)
     if nesterov and not momentum:
         raise ValueError("sgd: nesterov needs momentum > 0, found 0. Pass a momentum such as 0.9, or nesterov=False.")
 
     def init(params: Params) -> SgdState:
-        return SgdState(no_steps(params, "sgd"), tree_map(torch.zeros_like, params) if momentum else ())
+        return SgdState(no_steps(params), tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(direction: Direction, state: SgdState, params: Params) -> tuple[Params, SgdState]:
         if any_sharded(tree_leaves(params)):
-            return on_shards(update, "sgd", direction, state, params)
+            return on_shards(update, direction, state, params)
         rate, velocity, direction = current_rate(lr, state.steps), state.velocity, in_dtypes_of(direction, params)
         if weight_decay:
             direction = tree_map(lambda d, p: d.add(p, alpha=weight_decay), direction, params)

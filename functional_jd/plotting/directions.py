@@ -66,15 +66,15 @@ def cone(
         >>> ax = cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
     """
     jacobian, rules = rows_of(jacobian), {} if rules is None else rules
-    m = row_count(jacobian, "cone")
-    check_mapping("cone", "rules", rules, 'Pass for instance {"mean": mean()}.')
-    if losses is not None and (found := loss_count(losses, "cone")) != m:
+    m = row_count(jacobian)
+    check_mapping("rules", rules, 'Pass for instance {"mean": mean()}.')
+    if losses is not None and (found := loss_count(losses)) != m:
         raise ValueError(f"cone: losses must be {m}, one per row, found {found}. Pass those of the Jacobian.")
     flat = _flat(jacobian, 1)
     basis, space = _coordinates(flat)
     vectors: dict[str | None, Tensor] = {None: flat}
     for name, rule in rules.items():
-        check_rule(rule, "cone")
+        check_rule(rule)
         vectors[name] = _flat(aggregate(rule, jacobian, None, jacobian, losses=losses).direction, 0)
     for name, vector in vectors.items():
         if not vector.isfinite().all():
@@ -85,7 +85,7 @@ def cone(
     rows = vectors.pop(None)
     if names is None:
         names = objective_names(losses) if isinstance(losses, Mapping) else [f"$g_{{{i}}}$" for i in range(m)]
-    names = names_or_indices(names, m, "cone")
+    names = names_or_indices(names, m)
     # The projection of a row is the direction of upgrad with all preference on that row.
     preferences = torch.eye(m, dtype=rows.dtype, device=rows.device)
     projections = as_array(torch.stack([aggregate(upgrad(one), rows).direction for one in preferences]))
@@ -119,7 +119,7 @@ def _coordinates(flat: Tensor) -> tuple[Tensor, str]:
 def _cone_axes(ax: Ax | None, rows: Array) -> Ax:
     """Return the given or new axes, after checking their number of dimensions."""
     dimensions = rows.shape[1]
-    ax = axes_or_new("cone", ax, *(((6.4, 4.6), None) if dimensions == 2 else ((6.8, 4.8), "3d")))
+    ax = axes_or_new(ax, *(((6.4, 4.6), None) if dimensions == 2 else ((6.8, 4.8), "3d")))
     if (ax.name == "3d") != (dimensions == 3):
         call = 'plt.subplots(subplot_kw={"projection": "3d"})' if dimensions == 3 else "plt.subplots()"
         raise ValueError(
@@ -250,11 +250,11 @@ def heatmap(matrix: Tensor, names: Sequence[str] | None = None, ax: Ax | None = 
         The axes. Up to 12 rows, the values are written in the cells; non-finite cells are grey.
     """
     cure = "Pass the cosines of a diagnosis."
-    check_points("heatmap", "matrix", matrix, "[m, m], one for each pair", lambda k, m: k == m > 0, cure)
+    check_points("matrix", matrix, "[m, m], one for each pair", lambda k, m: k == m > 0, cure)
     m = len(matrix)
-    names = names_or_indices(names, m, "heatmap")
+    names = names_or_indices(names, m)
     side = min(8.0, max(3.2, 1.6 + 0.6 * m))
-    ax = axes_or_new("heatmap", ax, (side + 1.2, side))
+    ax = axes_or_new(ax, (side + 1.2, side))
     values = as_array(matrix)
     # From conflict to agreement; an odd number of colours, of which the middle one, the background, is that of zero.
     cmap = colors.LinearSegmentedColormap.from_list("agreement", [CONFLICT, background_color(ax), PALETTE[0]], N=257)

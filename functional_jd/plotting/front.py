@@ -45,10 +45,10 @@ def front(
         The axes: filled markers on the front, which is drawn as steps, hollow markers elsewhere.
     """
     groups = _checked_groups(points, reference)
-    labels = names_or_indices(["loss 0", "loss 1"] if names is None else names, 2, "front")
+    labels = names_or_indices(["loss 0", "loss 1"] if names is None else names, 2)
     together = torch.cat([group.detach().double().cpu() for group in groups.values()])
     on_front = non_dominated(together)
-    ax = axes_or_new("front", ax, (6.0, 4.2))
+    ax = axes_or_new(ax, (6.0, 4.2))
     quiet(ax, xlabel=labels[0], ylabel=labels[1])
     color = text_color(ax)
     steps = as_array(together[on_front])
@@ -77,13 +77,13 @@ def _checked_groups(points: Any, reference: Any) -> dict[str, Tensor]:
     for name, group in groups.items():
         argument, shape = f"points {name!r}" if name else "points", "[k, 2], two losses each"
         cure = "Select two losses, points[:, [0, 2]], or draw all with parallel."
-        check_points("front", argument, group, shape, lambda _, m: m == 2, cure)
+        check_points(argument, group, shape, lambda _, m: m == 2, cure)
     if not sum(map(len, groups.values())):
         raise ValueError("front: points must be at least one, found none. Pass losses [k, 2].")
     shaped = isinstance(reference, Tensor) and reference.shape == (2,)
     if reference is not None and (not shaped or reference.is_complex() or reference.isnan().any()):
         advice = "Pass that of hypervolume."
-        refuse("front", "reference", "a tensor [2], the worst losses that count", reference, advice, ValueError)
+        refuse("reference", "a tensor [2], the worst losses that count", reference, advice, ValueError)
     return groups
 
 
@@ -114,15 +114,15 @@ def parallel(points: Tensor | Front, names: Sequence[str] | None = None, ax: Ax 
     """
     points = points.losses if isinstance(points, Front) else points
     shape, cure = "[k, m], two losses or more each", "Stack the losses of k points."
-    check_points("parallel", "points", points, shape, lambda k, m: k > 0 and m > 1, cure)
+    check_points("points", points, shape, lambda k, m: k > 0 and m > 1, cure)
     m = points.shape[1]
-    labels = names_or_indices([f"loss {i}" for i in range(m)] if names is None else names, m, "parallel")
+    labels = names_or_indices([f"loss {i}" for i in range(m)] if names is None else names, m)
     points = points.detach().double().cpu()
     on_front, chosen = non_dominated(points), int(knee(points))
     low = torch.where(on_front.unsqueeze(1), points, torch.inf).amin(0)
     width = torch.where(on_front.unsqueeze(1), points, -torch.inf).amax(0) - low
     heights = as_array((points - low) / torch.where(width > 0, width, 1))
-    ax = axes_or_new("parallel", ax, (6.0, 4.2))
+    ax = axes_or_new(ax, (6.0, 4.2))
     quiet(ax, ylabel="from the least to the largest on the front")
     ax.set_xticks(range(m), labels)
     styles: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import torch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_type, refuse
+from functional_jd.core.arguments import check_flag, check_type, here, refuse
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.safe import cosines
 from functional_jd.core.tree import tree_leaves
@@ -46,11 +46,11 @@ def losses(infos: Sequence[StepInfo], ax: Ax | None = None, *, log: bool | None 
     Returns:
         The axes. More than 10 losses are drawn in one style, with their median; non-finite values leave gaps.
     """
-    _check_records("losses", infos, StepInfo)
+    _check_records(infos, StepInfo)
     if log is not None:
-        check_flag("losses", "log", log)
+        check_flag("log", log)
     rows = [torch.cat([leaf.reshape(-1) for leaf in tree_leaves(info.losses)]) for info in infos]
-    return _over_steps("losses", ax, rows, "loss", infos, log=log)
+    return _over_steps(ax, rows, "loss", infos, log=log)
 
 
 def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
@@ -63,13 +63,13 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     Returns:
         The axes, logarithmic if all weights are positive and span more than a factor of 5.
     """
-    _check_records("weights", infos, StepInfo)
+    _check_records(infos, StepInfo)
     if not _have("weights", 1, infos):
         raise ValueError(
             "weights: infos must have weights [m], found entrywise weights. Such a rule has no weight per row: "
             "plot its losses, or average the weights of some entries."
         )
-    return _over_steps("weights", ax, [info.weights for info in infos], "weight", infos)
+    return _over_steps(ax, [info.weights for info in infos], "weight", infos)
 
 
 def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
@@ -84,8 +84,8 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     Returns:
         The axes, logarithmic. Steps that were skipped leave gaps.
     """
-    rows = [gramian.diagonal().sqrt() for gramian in _gramians("norms", infos)]
-    return _over_steps("norms", ax, rows, "gradient norm", infos, log=True)
+    rows = [gramian.diagonal().sqrt() for gramian in _gramians(infos)]
+    return _over_steps(ax, rows, "gradient norm", infos, log=True)
 
 
 def scales(
@@ -106,14 +106,14 @@ def scales(
     Returns:
         The axes, logarithmic in powers of two.
     """
-    _check_records("scales", states, ScaleState)
+    _check_records(states, ScaleState)
     if _is_given(infos):
-        _check_records("scales", infos, StepInfo)
+        _check_records(infos, StepInfo)
     rows = [state.scale.reshape(-1) for state in states]
     if names is None:
         names = ["all objectives"] if states[0].scale.ndim == 0 else _names(infos) if infos else None
-    names = names_or_indices(names, len(rows[0]), "scales")
-    ax = _over_steps("scales", ax, rows, "loss scale", infos or [], names, log=False, drawstyle="steps-post")
+    names = names_or_indices(names, len(rows[0]))
+    ax = _over_steps(ax, rows, "loss scale", infos or [], names, log=False, drawstyle="steps-post")
     ax.set_yscale("log", base=2)
     return ax
 
@@ -129,11 +129,11 @@ def conflicts(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
         The axes, from 0 to 100 percent. Steps that were skipped leave gaps.
     """
     shares: list[Tensor] = []
-    for gramian in _gramians("conflicts", infos):  # the rest of a diagnosis searches, which takes long with many rows
+    for gramian in _gramians(infos):  # the rest of a diagnosis searches, which takes long with many rows
         share = share_in_conflict(cosines(gramian.double())[0], torch.finfo(gramian.dtype).eps)
         shares.append(torch.where(gramian.isfinite().all(), share, torch.nan).reshape(1))
-    percent = 100 * _table("conflicts", shares)[:, 0]
-    ax = axes_or_new("conflicts", ax, SIZE)
+    percent = 100 * _table(shares)[:, 0]
+    ax = axes_or_new(ax, SIZE)
     ax.fill_between(range(len(percent)), percent, color=CONFLICT, alpha=0.25, linewidth=0)
     ax.plot(percent, color=CONFLICT, linewidth=1.6)
     ax.set_ylim(-3, 103)
@@ -154,9 +154,9 @@ def history(
     Returns:
         The axes, from top to bottom.
     """
-    _check_records("history", infos, StepInfo)
+    _check_records(infos, StepInfo)
     if _is_given(states):
-        _check_records("history", states, ScaleState)
+        _check_records(states, ScaleState)
     has_gramians = _have("gramian", 2, infos)
     plots: list[Any] = [partial(losses, infos)]
     if _have("weights", 1, infos):
@@ -172,33 +172,33 @@ def history(
     if not several or len(ax) != len(plots):
         expected = f"one Axes per plot, {len(plots)} in all"
         cure = f"Create them with plt.subplots({len(plots)}, 1, sharex=True)."
-        refuse("history", "ax", expected, len(ax) if several else ax, cure, ValueError)
+        refuse("ax", expected, len(ax) if several else ax, cure, ValueError)
     plotted = [plot(ax=plot_ax) for plot, plot_ax in zip(plots, ax, strict=True)]
     for upper in plotted[:-1]:
         upper.set_xlabel("")
     return plotted
 
 
-def _check_records(where: str, records: Any, kind: type) -> None:
+def _check_records(records: Any, kind: type) -> None:
     # A record is a tuple, so that a single one would be accepted as a list of its fields.
     if not isinstance(records, list | tuple) or hasattr(records, "_fields"):
         cure = "Call records.append(record) after every step."
-        raise TypeError(f"{where}: expected a list of records, one per step, found {type(records).__name__}. {cure}")
+        raise TypeError(f"{here()}: expected a list of records, one per step, found {type(records).__name__}. {cure}")
     if not records:
-        raise ValueError(f"{where}: expected at least one step, found an empty list. Collect records while training.")
+        raise ValueError(f"{here()}: expected at least one step, found an empty list. Collect records while training.")
     for record in records:
-        check_type(where, "each record", record, kind, "Collect what step returns: state, info = step(...).")
+        check_type("each record", record, kind, "Collect what step returns: state, info = step(...).")
 
 
 def _is_given(records: Any) -> bool:
     return not (records is None or (isinstance(records, list | tuple) and not records))
 
 
-def _table(where: str, rows: list[Tensor]) -> Array:
+def _table(rows: list[Tensor]) -> Array:
     """Return the rows as an array `[steps, m]`, with NaN for values that are not finite."""
     if len({row.shape for row in rows}) > 1:
         raise ValueError(
-            f"{where}: expected the same objectives at every step, found {sorted({len(row) for row in rows})} of them. "
+            f"{here()}: expected the same objectives at every step, found {sorted({len(row) for row in rows})}. "
             "Plot every training run separately."
         )
     return as_array(torch.stack([row.detach().double().cpu() for row in rows]).nan_to_num(*[torch.nan] * 3))
@@ -218,19 +218,18 @@ def _have(field: str, ndim: int, infos: Sequence[StepInfo]) -> bool:
     return all(isinstance(x := getattr(info, field), Tensor) and x.ndim == ndim for info in infos)
 
 
-def _gramians(where: str, infos: Sequence[StepInfo]) -> list[Tensor]:
+def _gramians(infos: Sequence[StepInfo]) -> list[Tensor]:
     """The Gramians of steps that were taken; of others, in which rows may be missing, NaN."""
-    _check_records(where, infos, StepInfo)
+    _check_records(infos, StepInfo)
     if not _have("gramian", 2, infos):
         raise ValueError(
-            f"{where}: infos must have Gramians, found none. Rules whose view is gramian leave it in the info; with "
+            f"{here()}: infos must have Gramians, found none. Rules whose view is gramian leave it in the info; with "
             "others, plot fields of diagnostics.diagnose(jacobian)."
         )
     return [torch.where(torch.as_tensor(x.moved), torch.as_tensor(x.gramian).detach(), torch.nan) for x in infos]
 
 
 def _over_steps(
-    where: str,
     ax: Ax | None,
     rows: list[Tensor],
     label: str,
@@ -240,9 +239,9 @@ def _over_steps(
     **settings: Any,
 ) -> Ax:
     """Draw a line for each entry of the rows, one row per step; log=None: logarithmic if that tells more."""
-    table = _table(where, rows)
+    table = _table(rows)
     names = _names(infos, table.shape[1]) if names is None else names
-    ax = axes_or_new(where, ax, SIZE)
+    ax = axes_or_new(ax, SIZE)
     steps, m = np.arange(len(table)), len(names)
     if m > MAX_LINES:
         ax.plot(steps, table, color=PALETTE[5], linewidth=0.7, alpha=0.4, label=["one objective"] + ["_"] * (m - 1))

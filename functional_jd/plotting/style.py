@@ -36,11 +36,11 @@ def look(index: int) -> dict[str, Any]:
     }
 
 
-def axes_or_new(where: str, ax: Ax | None, size: tuple[float, float], projection: str | None = None) -> Ax:
+def axes_or_new(ax: Ax | None, size: tuple[float, float], projection: str | None = None) -> Ax:
     """Return the given axes, or those of a new figure of this size in inches."""
     if ax is None:
         return stacked_axes(size, projection=projection)[0]
-    check_type(where, "ax", ax, Axes, "Create them with plt.figure().subplots().")
+    check_type("ax", ax, Axes, "Create them with plt.figure().subplots().")
     return ax
 
 
@@ -52,11 +52,11 @@ def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | No
     return list(grid[:, 0])
 
 
-def check_points(where: str, name: str, points: Any, shape: str, fits: Any, cure: str) -> None:
+def check_points(name: str, points: Any, shape: str, fits: Any, cure: str) -> None:
     """Raise unless a value is a dense tensor of real numbers `[k, m]`, and `fits(k, m)` is true."""
     is_real = isinstance(points, Tensor) and not points.is_complex() and points.layout == torch.strided
     if not (is_real and points.ndim == 2 and fits(*points.shape)):
-        refuse(where, name, f"real numbers {shape}", points, cure, ValueError)
+        refuse(name, f"real numbers {shape}", points, cure, ValueError)
 
 
 def text_color(ax: Ax) -> Any:
@@ -87,7 +87,7 @@ def legend(ax: Ax, **settings: Any) -> None:
         ax: the axes.
         settings: keyword arguments of `ax.legend`.
     """
-    check_type("legend", "ax", ax, Axes, "Create them with plt.figure().subplots().")
+    check_type("ax", ax, Axes, "Create them with plt.figure().subplots().")
     position = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
     ax.legend(**{**position, "frameon": False, "labelcolor": text_color(ax), **settings})
 

@@ -96,15 +96,15 @@ def descend(
         others, vmap over keys. Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where
         it equals `total`; without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.
     """
-    check_type("descend", "problem", problem, Problem, "Call its builder: quadratics().")
-    check_rule(rule, "descend")
+    check_type("problem", problem, Problem, "Call its builder: quadratics().")
+    check_rule(rule)
     if optimizer is not None:
-        check_type("descend", "optimizer", optimizer, Optimizer, "Call its builder: sgd(0.1).")
+        check_type("optimizer", optimizer, Optimizer, "Call its builder: sgd(0.1).")
     if steps is not None:
-        check_integer("descend", "steps", steps, 0, "None is the number of the problem.")
+        check_integer("steps", steps, 0, "None is the number of the problem.")
     if starts is not None:
         cure = "For a single start, pass torch.tensor([[x, y]])."
-        check_points("descend", "starts", starts, "[s, 2], points on the plane", lambda _, n: n == 2, cure)
+        check_points("starts", starts, "[s, 2], points on the plane", lambda _, n: n == 2, cure)
     optimizer = problem.optimizer if optimizer is None else optimizer
     points = (problem.starts if starts is None else starts).double()
     differentiate = jacobian_fn(problem.losses)
@@ -140,7 +140,7 @@ def quadratics(condition: float = 10.0) -> Problem:
         `Problem`, with five starts.
     """
     domain = Domain(lambda x: 1 <= x < math.inf, "a finite number >= 1")
-    check_number("quadratics", "condition", condition, domain, "With 1, the contours are circles.")
+    check_number("condition", condition, domain, "With 1, the contours are circles.")
     curvatures = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)
     minima = torch.tensor([[-1.0, -0.6], [1.0, 0.6]], dtype=torch.float64)
 
@@ -262,19 +262,19 @@ def trajectories(
         >>> from functional_jd.plotting import quadratics
         >>> ax = trajectories(quadratics(), {"mean": mean(), "upgrad": upgrad()})
     """
-    check_type("trajectories", "problem", problem, Problem, "Call its builder: quadratics().")
-    check_mapping("trajectories", "rules", rules, 'Pass for instance {"mean": mean()}.')
+    check_type("problem", problem, Problem, "Call its builder: quadratics().")
+    check_mapping("rules", rules, 'Pass for instance {"mean": mean()}.')
     for name, value in (("contours", contours), ("legend", legend)):
-        check_flag("trajectories", name, value)
+        check_flag(name, value)
     for rule in rules.values():
         if not isinstance(rule, Path):
-            check_rule(rule, "trajectories")
+            check_rule(rule)
     paths = {name: rule if isinstance(rule, Path) else descend(problem, rule) for name, rule in rules.items()}
     for name, path in paths.items():
         if path.points.ndim != 3 or path.points.shape[2] != 2:
             expected, cure = f"points [steps + 1, s, 2] in {name!r}", "Create paths with descend(problem, rule)."
-            refuse("trajectories", "rules", expected, path.points, cure, ValueError)
-    ax = axes_or_new("trajectories", ax, (6.6, 4.6))
+            refuse("rules", expected, path.points, cure, ValueError)
+    ax = axes_or_new(ax, (6.6, 4.6))
     quiet(ax, xlabel="entry 0", ylabel="entry 1")
     ax.grid(visible=False)
     color = text_color(ax)

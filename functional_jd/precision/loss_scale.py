@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_type, described
+from functional_jd.core.arguments import check_type, described, here
 from functional_jd.core.foreach import times, where_each
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
@@ -43,7 +43,7 @@ Much lower, float16 would hold no gradient, and steps would move nothing. 30 dou
 _SMALLEST = 2.0**-126
 
 
-def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
+def multiplier(state: ScaleState | Tensor) -> Tensor:
     """Return the factor that is applied, float32: `max(scale, 2**-126)`, so that its inverse is finite; NaN stays NaN.
 
     Raises TypeError, in the name of `where`, unless it gets a `ScaleState` or a floating-point tensor `[]` or `[m]`.
@@ -51,7 +51,7 @@ def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
     factor: Any = state.scale if isinstance(state, ScaleState) else state
     if not (isinstance(factor, Tensor) and factor.is_floating_point() and factor.ndim < 2):
         raise TypeError(
-            f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {described(factor)}. "
+            f"{here()}: expected a ScaleState or a floating-point tensor [] or [m], found {described(factor)}. "
             "Create one with scale_state(); for several models use vmap over states."
         )
     return factor.float().clamp(min=_SMALLEST)
@@ -85,13 +85,13 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     rows, heads = split_heads(tree)
     if heads:
         return with_heads(scale(state, rows), tree_map(at_least_float32, heads))
-    factor = multiplier(state, "scale")
-    leaves, structure = _floating(tree, "scale")
+    factor = multiplier(state)
+    leaves, structure = _floating(tree)
     sizes = [leaf.numel() for leaf in leaves]
     if factor.ndim and sum(sizes) == len(factor):
         factors = [part.reshape(leaf.shape) for part, leaf in zip(factor.split(sizes), leaves, strict=True)]
     else:
-        factors = [per_row(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
+        factors = [per_row(factor, leaf) for leaf in _floating(tree, factor)[0]]
     pairs = zip(leaves, factors, strict=True)
     return tree_unflatten(
         structure, [sharded_as(at_least_float32(shard_of(leaf)) * part, leaf) for leaf, part in pairs]
@@ -128,9 +128,9 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
                 [0.0000, 0.0000]]), tensor([ True, False]))
     """
     rows, heads = split_heads(tree)
-    inverse = inverse_of(multiplier(state, "unscale"))
-    leaves, structure = _floating(rows, "unscale", inverse)
-    others, other_structure = _floating(heads, "unscale")
+    inverse = inverse_of(multiplier(state))
+    leaves, structure = _floating(rows, inverse)
+    others, other_structure = _floating(heads)
     shards, other_shards = _dense(leaves), _dense(others)
 
     one, finite = inverse.new_ones(()), _products_are_finite(shards, inverse)
@@ -198,13 +198,13 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
         >>> update_scale(state, torch.tensor([True, False])).scale
         tensor([1024.,  512.])
     """
-    check_type("update_scale", "state", state, ScaleState, "Create one with scale_state().")
-    _require_flag(finite, "update_scale", state.scale)
+    check_type("state", state, ScaleState, "Create one with scale_state().")
+    _require_flag(finite, state.scale)
     growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
     if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):
         return state
     if losses_finite is not None:
-        _require_flag(losses_finite, "update_scale", state.scale, "losses_finite")
+        _require_flag(losses_finite, state.scale, "losses_finite")
     successes = state.growth_tracker + (1 if losses_finite is None else losses_finite)
     unchanged = finite > (successes == interval)
     if losses_finite is not None:
@@ -236,7 +236,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         >>> precision.select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
         {'w': tensor([0., 0.])}
     """
-    _require_flag(finite, "select")
+    _require_flag(finite)
     leaves, structure = tree_flatten(new)
     try:
         others = leaves_like(structure, old)
@@ -263,22 +263,22 @@ def _described(value: Any) -> str:
     return f"{described(value)} placed {list(value.placements)}" if is_sharded(value) else described(value)
 
 
-def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[list[Tensor], Any]:
+def _floating(tree: Tree, factor: Tensor | None = None) -> tuple[list[Tensor], Any]:
     """Return the leaves and structure of a pytree of floating-point tensors; with factors `[m]`, leaves have m rows."""
     leaves, structure = tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
             raise TypeError(
-                f"{where}: every leaf must be a floating-point tensor, found {_described(leaf)} in "
+                f"{here()}: every leaf must be a floating-point tensor, found {_described(leaf)} in "
                 f"{tree_names(tree)[index]!r}. Remove counters and settings from the tree."
             )
         if factor is not None and factor.ndim and leaf.shape[:1] != factor.shape:
             raise ValueError(
-                f"{where}: m = {len(factor)} scales need rows [m, *p] or, for scale, m losses in all, found "
+                f"{here()}: m = {len(factor)} scales need rows [m, *p] or, for scale, m losses in all, found "
                 f"{_described(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
                 "scale_state() creates one scale for all objectives."
             )
-    check_layouts(leaves, tree, where)
+    check_layouts(leaves, tree)
     return leaves, structure
 
 
@@ -287,14 +287,14 @@ def _dense(leaves: list[Tensor]) -> list[Tensor]:
     return [leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in map(shard_of, leaves)]
 
 
-def _require_flag(finite: Any, where: str, scale: Tensor | None = None, name: str = "finite") -> None:
+def _require_flag(finite: Any, scale: Tensor | None = None, name: str = "finite") -> None:
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         raise TypeError(
-            f"{where}: {name} must be a bool tensor, found {_described(finite)}. Pass the finite of unscale."
+            f"{here()}: {name} must be a bool tensor, found {_described(finite)}. Pass the finite of unscale."
         )
     if scale is not None and finite.shape not in {(), scale.shape}:
         raise ValueError(
-            f"{where}: expected one flag per scale {list(scale.shape)}, found {list(finite.shape)} in {name}. "
+            f"{here()}: expected one flag per scale {list(scale.shape)}, found {list(finite.shape)} in {name}. "
             f"For one scale, pass {name}.all()."
         )
 

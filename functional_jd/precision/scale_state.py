@@ -19,6 +19,7 @@ from functional_jd.core.arguments import (
 )
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, one_line
+from functional_jd.torch_compat.callers import here
 
 _SCALES = Domain(lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32")
 _DOMAINS = {
@@ -91,11 +92,11 @@ def scale_state(
     sizes: Any = (shape,) if is_size(shape) else shape
     if not (isinstance(sizes, list | tuple) and len(sizes) < 2 and all(is_size(m) and m > 0 for m in sizes)):
         cure = "For several models use vmap over states."
-        refuse("scale_state", "shape", "() for one scale, (m,) for one per objective", shape, cure, ValueError)
+        refuse("shape", "() for one scale, (m,) for one per objective", shape, cure, ValueError)
     given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
     for name, value in (given | {"growth_interval": growth_interval}).items():
-        _check("scale_state", name, value, _DEFAULTS)
-    check_device("scale_state", device)
+        _check(name, value, _DEFAULTS)
+    check_device(device)
     wide = torch.float64 if device is None else widest(torch.device(device))
     return ScaleState(
         scale=torch.full(sizes, init_scale, dtype=torch.float32, device=device),
@@ -106,12 +107,12 @@ def scale_state(
     )
 
 
-def _check(where: str, name: str, value: Any, cure: str) -> None:
+def _check(name: str, value: Any, cure: str) -> None:
     """Raise for a number that a field of `ScaleState` may not have."""
     if name in _DOMAINS:
-        check_number(where, name, value, _DOMAINS[name], cure)
+        check_number(name, value, _DOMAINS[name], cure)
     else:
-        check_integer(where, name, value, -(2**31), cure)
+        check_integer(name, value, -(2**31), cure)
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
@@ -123,7 +124,7 @@ def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
     Returns:
         `ScaleState` with two tensors `[]`, and `()` for what says how a scale changes.
     """
-    check_device("no_scale", device)
+    check_device(device)
     one = torch.ones((), dtype=torch.float32, device=device)
     return ScaleState(one, torch.zeros((), dtype=torch.int32, device=device), (), (), ())
 
@@ -146,7 +147,7 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
     Laws:
         `scale_state_from_dict` reverses it, bit for bit.
     """
-    check_type("scale_state_to_dict", "state", state, ScaleState, "Create one with scale_state().")
+    check_type("state", state, ScaleState, "Create one with scale_state().")
     if not is_scaled(state):
         state = scale_state(1.0, 1.0, 1.0, 1)
     return {key: getattr(state, key.removeprefix("_")).tolist() for key in _ENTRIES}
@@ -163,21 +164,21 @@ def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | 
     Returns:
         `ScaleState` with tensors `[]`, or `[m]` if there are lists.
     """
-    where, cure = "scale_state_from_dict", "Pass GradScaler.state_dict() unchanged, or start again with scale_state()."
-    check_mapping(where, "entries", entries, cure)
-    check_device(where, device)
+    cure = "Pass GradScaler.state_dict() unchanged, or start again with scale_state()."
+    check_mapping("entries", entries, cure)
+    check_device(device)
     if wrong := sorted(map(str, entries.keys() ^ _ENTRIES.keys())):
         raise ValueError(
-            f"{where}: entries must have the keys {list(_ENTRIES)}, found missing or unknown {wrong}. {cure} A "
+            f"{here()}: entries must have the keys {list(_ENTRIES)}, found missing or unknown {wrong}. {cure} A "
             "disabled GradScaler has none: take no_scale()."
         )
     lengths = {len(entry) for entry in entries.values() if isinstance(entry, list)}
     if len(lengths) > 1 or 0 in lengths:
-        raise ValueError(f"{where}: every list must have m numbers, one per objective, found {dict(entries)}. {cure}")
+        raise ValueError(f"{here()}: every list must have m numbers, one per objective, found {dict(entries)}. {cure}")
     tensors: dict[str, Tensor] = {}
     for key, dtype in _ENTRIES.items():
         for value in entries[key] if isinstance(entries[key], list) else [entries[key]]:
-            _check(where, key, value, cure)
+            _check(key, value, cure)
         tensor = torch.tensor(entries[key], dtype=dtype, device=device)
         tensors[key.removeprefix("_")] = tensor.expand(tuple(lengths)).contiguous()
     return ScaleState(**tensors)

@@ -45,23 +45,23 @@ def scaled_grad(
         >>> torch.func.grad(energy)(x, w)[0], precision.scaled_grad(energy, 2.0**20)(x, w)[0]
         (tensor([2.3842e-06, 2.3842e-06, 2.3842e-06]), tensor([2.3991e-06, 2.3991e-06, 2.3991e-06]))
     """
-    check_function("scaled_grad", "f", f, "Pass the function, not its value: scaled_grad(energy, 2.0**14).")
-    check_flag("scaled_grad", "has_aux", has_aux)
+    check_function("f", f, "Pass the function, not its value: scaled_grad(energy, 2.0**14).")
+    check_flag("has_aux", has_aux)
     cure = "A power of two, such as 2.0**14."
     if isinstance(factor, Tensor):
-        check_scalar("scaled_grad", "factor", factor, cure)
+        check_scalar("factor", factor, cure)
     else:
-        check_number("scaled_grad", "factor", factor, POSITIVE, cure)
+        check_number("factor", factor, POSITIVE, cure)
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
     if not positions or any(isinstance(at, bool) or not isinstance(at, int) for at in positions):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("scaled_grad", "argnums", "a position, or several in a tuple", argnums, "Count from 0.")
+        refuse("argnums", "a position, or several in a tuple", argnums, "Count from 0.")
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
         found = f(*args, **kwargs)
         if not has_aux:
             return _scalar(found) * factor
         if not isinstance(found, tuple) or len(cast("tuple[Any, ...]", found)) != 2:
-            refuse("scaled_grad", "f", "a function that returns (scalar, aux)", found, "Or leave has_aux out.")
+            refuse("f", "a function that returns (scalar, aux)", found, "Or leave has_aux out.")
         return _scalar(found[0]) * factor, found[1]
 
     gradient = torch.func.grad(scaled, argnums=argnums, has_aux=has_aux)
@@ -70,7 +70,7 @@ def scaled_grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= at < len(args) for at in positions):
             expected = f"positions among the {len(args)} arguments"
-            refuse("scaled_grad", "argnums", expected, argnums, "Pass by position what is differentiated.", ValueError)
+            refuse("argnums", expected, argnums, "Pass by position what is differentiated.", ValueError)
         found = gradient(*args, **kwargs)
         large, *aux = found if has_aux else (found,)
         small = tree_map(lambda g: at_least_float32(g) / factor, large)
@@ -81,5 +81,5 @@ def scaled_grad(
 
 def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        refuse("scaled_grad", "f", "a function that returns one real number", value, "Sum it up.", ValueError)
+        refuse("f", "a function that returns one real number", value, "Sum it up.", ValueError)
     return at_least_float32(value)

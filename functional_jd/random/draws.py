@@ -29,9 +29,9 @@ def _events(numbers: Any, probability: Tensor | float, like: Tensor, shape: Any 
     return uniform.reshape(tuple(shape)) < probability
 
 
-def _probability(p: Any, where: str) -> None:
+def _probability(p: Any, op: str) -> None:
     if not isinstance(p, Tensor) and not 0 <= p <= 1:
-        raise RuntimeError(f"{where} expects p to be in [0, 1], but got p={p}")
+        raise RuntimeError(f"{op} expects p to be in [0, 1], but got p={p}")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -77,10 +77,10 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
         >>> torch.equal(dropout(key, x), dropout(key, x))
         True
     """
-    check_function("keyed", "f", f, "Pass the function, not its value.")
+    check_function("f", f, "Pass the function, not its value.")
 
     def run(key: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        check_key(key, "keyed")
+        check_key(key)
         compiling = torch.compiler.is_compiling()
         if compiling:
             _show_draws()

@@ -60,10 +60,10 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea). The
         mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
     """
-    check_device("key", device)
+    check_device(device)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         cure = "Convert it with int(...), or take it modulo 2**64."
-        refuse("key", "seed", "a Python integer of at most 64 bits", seed, cure, ValueError)
+        refuse("seed", "a Python integer of at most 64 bits", seed, cure, ValueError)
     root = torch.tensor([seed - 2**64 if seed >= 2**63 else seed, ROOT], dtype=torch.int64, device=device)
     return draw(root, 2, "key", torch.int64)
 
@@ -81,8 +81,8 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     Laws:
         `split(key, n)[:k]` equals `split(key, k)`. The 2n words of one split are all different.
     """
-    check_key(key, "split")
-    _check_size(n, "split")
+    check_key(key)
+    _check_size(n)
     return draw(key, 2 * n, "split", torch.int64).reshape(n, 2)
 
 
@@ -99,10 +99,10 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
     Laws:
         Different numbers (modulo 2^64) give different keys. Composes with vmap, over the number too.
     """
-    check_key(key, "fold_in")
+    check_key(key)
     is_one = number.dtype == torch.int64 and not number.ndim if isinstance(number, Tensor) else is_size(number)
     if not is_one:
-        refuse("fold_in", "number", "an integer of 64 bits, or an int64 tensor []", number, "Pass for instance a rank.")
+        refuse("number", "an integer of 64 bits, or an int64 tensor []", number, "Pass for instance a rank.")
     first, second = draw(key, 2, "fold", torch.int64).unbind()
     moved = number * ROOT if isinstance(number, Tensor) else signed(number * ROOT)
     return draw(torch.stack([first + moved, second]), 2, "key", torch.int64)
@@ -165,26 +165,26 @@ def permutation(key: Tensor, n: int) -> Tensor:
     Laws:
         The permutation sorts n random words that are all different, so there are no ties.
     """
-    check_key(key, "permutation")
-    _check_size(n, "permutation")
+    check_key(key)
+    _check_size(n)
     return torch.argsort(draw(key, n, "permutation", torch.int64), stable=True)
 
 
-def check_key(key: Tensor, where: str) -> None:
+def check_key(key: Tensor) -> None:
     """Raise an error that names the function that the user called, unless this is one key."""
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or tuple(key.shape) != (2,):
         kind = ValueError if isinstance(key, Tensor) and key.dtype == torch.int64 else TypeError
         cure = "Make it with functional_jd.random.key(0); for many keys use torch.vmap."
-        refuse(where, "key", "an int64 key [2]", key, cure, kind)
+        refuse("key", "an int64 key [2]", key, cure, kind)
 
 
-def _check_size(n: Any, where: str) -> None:
+def _check_size(n: Any) -> None:
     if not is_size(n) or n < 0:
-        refuse(where, "n", "a size of at least 0", n, "Pass for instance 3.", ValueError)
+        refuse("n", "a size of at least 0", n, "Pass for instance 3.", ValueError)
 
 
 def _shaped(what: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    check_key(key, what)
+    check_key(key)
     if not isinstance(dtype, torch.dtype) or dtype not in UNIFORM_BITS:
         expected = ", ".join(map(str, UNIFORM_BITS))
         raise TypeError(f"{what}: dtype must be one of {expected}, found {dtype!r}. Draw in one, then convert.")

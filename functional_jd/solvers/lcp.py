@@ -11,7 +11,7 @@ from functional_jd.solvers.by_numbers import solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.pivoting import TOLERANCE, solve_by_pivots
 from functional_jd.solvers.search import Solver, matvec, may_be_differentiated, opaque, solve
-from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
+from functional_jd.torch_compat.callers import SlowPathWarning, user_level
 
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
 # rows. Chord steps remove its effect where no pivot is below the second.

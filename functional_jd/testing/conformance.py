@@ -126,7 +126,7 @@ def obeys(
         >>> test_shy = obeys(shy(), permutation_equivariant, on_the_simplex)
         >>> test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
     """
-    _check("obeys", rule, laws, jacobians, hyper, settings)
+    _check(rule, laws, jacobians, hyper, SETTINGS if settings is None else settings)
 
     @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
     def test(law: Law) -> None:
@@ -161,7 +161,7 @@ def laws_of(
     Laws:
         Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
-    _check("laws_of", rule, laws, jacobians, hyper, settings)
+    _check(rule, laws, jacobians, hyper, settings)
     chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
     examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
     return Findings({name: True if example is None else example for name, example in examples.items()})
@@ -208,22 +208,21 @@ def _drop(_: logging.LogRecord) -> bool:
     return False
 
 
-def _check(where: str, rule: Any, laws: Any, jacobians: Any, hyper: Any, settings: Any) -> None:
+def _check(rule: Any, laws: Any, jacobians: Any, hyper: Any, settings: Any) -> None:
     """Refuse what is no rule, no builder of one, no law, no strategy, no range, or no settings of hypothesis."""
     for law in laws:
-        check_function(where, "laws", law, "Pass functions of functional_jd.testing, uncalled.")
+        check_function("laws", law, "Pass functions of functional_jd.testing, uncalled.")
     if jacobians is not None:
-        check_type(where, "jacobians", jacobians, st.SearchStrategy, "Call it: jacobians(rows=3).")
-    if settings is not None or where != "obeys":
-        check_type(where, "settings", settings, hypothesis.settings, "Pass hypothesis.settings(...).")
+        check_type("jacobians", jacobians, st.SearchStrategy, "Call it: jacobians(rows=3).")
+    check_type("settings", settings, hypothesis.settings, "Pass hypothesis.settings(...).")
     ranges: Any = {} if hyper is None else hyper
-    check_mapping(where, "hyper", ranges, "Pass for instance {'c': Range(0.1, 2.0)}.")
+    check_mapping("hyper", ranges, "Pass for instance {'c': Range(0.1, 2.0)}.")
     for within in ranges.values():
-        check_type(where, "hyper", within, Range, "Pass for instance {'c': Range(0.1, 2.0)}.")
+        check_type("hyper", within, Range, "Pass for instance {'c': Range(0.1, 2.0)}.")
     if ranges and (isinstance(rule, Aggregator) or not callable(rule)):
         expected = f"a function that builds a rule from {', '.join(ranges)}"
-        refuse(where, "rule", expected, rule, "Pass cagrad, not cagrad(0.5).")
-    check_rule(rule(**{name: within.high for name, within in ranges.items()}) if ranges else rule, where)
+        refuse("rule", expected, rule, "Pass cagrad, not cagrad(0.5).")
+    check_rule(rule(**{name: within.high for name, within in ranges.items()}) if ranges else rule)
 
 
 def _built(rule: Aggregator | Builder, hyper: Mapping[str, float]) -> Any:

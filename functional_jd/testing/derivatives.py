@@ -49,12 +49,12 @@ def hyper_parameters_are_values(
 
     Source: the definition of a derivative.
     """
-    check_function("hyper_parameters_are_values", "build", build, "Pass cagrad, not cagrad(0.5).")
+    check_function("build", build, "Pass cagrad, not cagrad(0.5).")
     cure = "Pass the numbers by name: {'c': 0.5}."
-    check_mapping("hyper_parameters_are_values", "hyper", hyper, cure)
+    check_mapping("hyper", hyper, cure)
     for name, number in hyper.items():
-        check_number("hyper_parameters_are_values", name, number, at_least(-math.inf), cure)
-    check_case("hyper_parameters_are_values", jacobian, others, losses)
+        check_number(name, number, at_least(-math.inf), cure)
+    check_case(jacobian, others, losses)
     cases = variants(jacobian, others, losses)
 
     for name, number in hyper.items():

@@ -14,6 +14,7 @@ from functional_jd.aggregation.views import loss_count
 from functional_jd.core.rows import as_matrix, per_row, row_count
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.watching import StateJournal
 
 TOLERANCE = 2.0**-26
@@ -30,8 +31,8 @@ def checked(law: Law) -> Law:
 
     @wraps(law)
     def run(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-        check_rule(rule, law.__name__)
-        check_case(law.__name__, jacobian, others, losses)
+        check_rule(rule)
+        check_case(jacobian, others, losses)
         law(rule, jacobian, *others, losses=losses)
 
     return run
@@ -60,18 +61,18 @@ def states_of(rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...]
     return [None, later] if tree_leaves(later) else [None]
 
 
-def check_case(where: str, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
+def check_case(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
     """Refuse what are no Jacobians of the same parameters and objectives, or not their losses."""
-    m = row_count(jacobian, where)
+    m = row_count(jacobian)
     for other in others:
-        row_count(other, where)
+        row_count(other)
         if difference := tree_difference(jacobian, other):
             raise ValueError(
-                f"{where}: expected Jacobians of the same parameters and objectives: {difference}. Draw them like the "
+                f"{here()}: expected Jacobians of the same parameters and objectives: {difference}. Draw them like the "
                 "first."
             )
-    if losses is not None and (found := loss_count(losses, where)) != m:
-        raise ValueError(f"{where}: expected one loss per row, {m} in all, found {found}. Pass m numbers.")
+    if losses is not None and (found := loss_count(losses)) != m:
+        raise ValueError(f"{here()}: expected one loss per row, {m} in all, found {found}. Pass m numbers.")
 
 
 def flat(tree: Tree) -> Tensor:

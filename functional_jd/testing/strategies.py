@@ -73,12 +73,12 @@ def jacobians(
     Laws:
         `J J'` is exact in float64 in any order of summation. With too few rows, a kind returns Z or zero rows.
     """
-    _check_size("jacobians", "rows", rows)
-    _check_size("jacobians", "columns", columns)
-    _check_dtype("jacobians", dtype)
-    check_flag("jacobians", "wide", wide)
+    _check_size("rows", rows)
+    _check_size("columns", columns)
+    _check_dtype(dtype)
+    check_flag("wide", wide)
     if like is not None:
-        floating_leaves(like, "jacobians")
+        floating_leaves(like)
     return _jacobians(rows, columns, dtype, like, wide)
 
 
@@ -93,9 +93,9 @@ def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.
     Returns:
         A hypothesis strategy of tensors.
     """
-    _check_size("gramians", "rows", rows)
-    _check_size("gramians", "rank", rank)
-    check_flag("gramians", "wide", wide)
+    _check_size("rows", rows)
+    _check_size("rank", rank)
+    check_flag("wide", wide)
     return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
 
 
@@ -110,7 +110,7 @@ def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]
     Returns:
         A hypothesis strategy of pytrees.
     """
-    _check_dtype("param_trees", dtype)
+    _check_dtype(dtype)
 
     def tensor(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
         size = math.prod(shape)
@@ -145,18 +145,18 @@ def _jacobians(draw: st.DrawFn, rows: Size, columns: Size, dtype: torch.dtype, l
     return tree_unflatten(structure, [part.reshape(m, *leaf.shape).contiguous() for leaf, part in parts])
 
 
-def _check_size(where: str, name: str, size: Any) -> None:
+def _check_size(name: str, size: Any) -> None:
     """Refuse what is neither a number nor a minimum and a maximum."""
     ends: Any = (size, size) if is_size(size) else size
     several = isinstance(ends, tuple | list) and len(ends) == 2 and all(map(is_size, ends))  # pyright: ignore[reportUnknownArgumentType]
     if not several or not 1 <= ends[0] <= ends[1]:
         expected = "a number of at least 1, or a minimum and a maximum"
-        refuse(where, name, expected, size, "Pass for instance (1, 5).", ValueError)
+        refuse(name, expected, size, "Pass for instance (1, 5).", ValueError)
 
 
-def _check_dtype(where: str, dtype: Any) -> None:
+def _check_dtype(dtype: Any) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        refuse(where, "dtype", "a floating-point dtype", dtype, "Pass for instance torch.float64.")
+        refuse("dtype", "a floating-point dtype", dtype, "Pass for instance torch.float64.")
 
 
 def _sizes(size: Size) -> st.SearchStrategy[int]:

@@ -9,6 +9,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from functional_jd.torch_compat.autograd_graph import nodes_from
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.slow_path import cure_of
 from functional_jd.torch_compat.torch_internals import private
 
@@ -17,7 +18,6 @@ _run_backward: Any = private("autograd.graph._engine_run_backward", "backward pa
 
 
 def gradients(
-    where: str,
     outputs: list[Any],
     inputs: list[Any],
     cotangents: list[Tensor],
@@ -34,12 +34,12 @@ def gradients(
             how = retain_graph, create_graph
             return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
         how = retain_graph, create_graph, tuple(inputs), True
-        with OwnParameters(where, outputs):
+        with OwnParameters(outputs):
             found = _run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)
         return to_dense(found)
     except AttributeError as error:
         if cure := cure_of(str(error)):
-            error.add_note(f"{where}:{cure}")
+            error.add_note(f"{here()}:{cure}")
         raise
 
 
@@ -60,13 +60,12 @@ class OwnParameters(TorchFunctionMode):
     which is mostly nothing.
 
     Args:
-        where: the function that the user called.
         outputs: the tensors, or edges, from which the backward pass starts.
     """
 
-    def __init__(self, where: str, outputs: list[Any]):
+    def __init__(self, outputs: list[Any]):
         super().__init__()
-        self.where, self.outputs = where, outputs
+        self.outputs = outputs
         self.used: set[int] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +84,7 @@ class OwnParameters(TorchFunctionMode):
             self.used = {id(leaf) for leaf in leaves if leaf is not None}
         if x.requires_grad and id(x) not in self.used:
             raise ValueError(
-                f"{self.where}: what runs again in the backward pass must use the parameters of the forward pass, "
+                f"{here()}: what runs again in the backward pass must use the parameters of the forward pass, "
                 f"found a module's own parameter of shape {list(x.shape)}. Call the module by functional(module), or "
                 "torch.func.functional_call inside the checkpoint."
             )

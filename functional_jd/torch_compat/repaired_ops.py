@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.torch_internals import traceable, under_transform
 
 _FEW_POINTS = 25
@@ -73,7 +74,7 @@ BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_n
 """The ops that normalize by the statistics of a batch. `training` is their sixth argument, `momentum` the next."""
 
 
-def refuse_statistics_of_one(args: Any, kwargs: Any, where: str) -> None:
+def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
     """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one.
 
     With momentum 0, and without averages to move, it is no layer: convolutions standardize their weights so, as a batch
@@ -82,7 +83,6 @@ def refuse_statistics_of_one(args: Any, kwargs: Any, where: str) -> None:
     Args:
         args: what it is called with.
         kwargs: what it is called with, by name.
-        where: the function that the user called.
     """
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     momentum = args[6] if len(args) > 6 else kwargs.get("momentum")
@@ -91,7 +91,7 @@ def refuse_statistics_of_one(args: Any, kwargs: Any, where: str) -> None:
     standardizes = momentum == 0 and average is None
     if training and not standardizes and isinstance(x, Tensor) and x.ndim and x.shape[0] == 1:
         raise ValueError(
-            f"{where}: expected a loss of one example without BatchNorm in training mode, found batch_norm of a batch "
+            f"{here()}: expected a loss of one example without BatchNorm in training mode, found batch_norm of a batch "
             "of one, which has no statistics. Use eval mode, GroupNorm, or plain losses without per_example."
         )
 
@@ -100,15 +100,15 @@ class RepairedOps(TorchFunctionMode):
     """Calls the repaired forms, which torch.compile traces.
 
     Args:
-        one: in whose name batch normalization of one example raises; None lets it pass.
+        examples: whether batch normalization of one example raises.
     """
 
-    def __init__(self, one: str | None = None):
+    def __init__(self, examples: bool = False):
         super().__init__()
-        self.one = one
+        self.examples = examples
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = traceable(func), kwargs or {}
-        if self.one is not None and func in BATCH_NORMS:
-            refuse_statistics_of_one(args, kwargs, self.one)
+        if self.examples and func in BATCH_NORMS:
+            refuse_statistics_of_one(args, kwargs)
         return REPAIRED.get(func, func)(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from functional_jd.torch_compat.callers import SlowPathWarning, here, user_level
 from functional_jd.torch_compat.torch_internals import constant_while_tracing
 
 Result = TypeVar("Result")
@@ -19,24 +20,12 @@ _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 
-class SlowPathWarning(UserWarning):
-    """An engine gave up its fast way: the numbers are the same, the price is not."""
-
-
-def attempt(
-    fast: Callable[[], Result],
-    slow: Callable[[], Result],
-    *,
-    where: str,
-    instead: str,
-    journal: Any = None,
-) -> Result:
+def attempt(fast: Callable[[], Result], slow: Callable[[], Result], *, instead: str, journal: Any = None) -> Result:
     """`fast()`; where that raises, `slow()`, with a `SlowPathWarning` that says why and at what price.
 
     Args:
         fast: evaluates the losses, or differentiates what was evaluated.
         slow: does the same in another way. An error of the losses themselves comes back from here.
-        where: the function that the user called.
         instead: what `slow` does and costs, for the warning.
         journal: the `StateJournal` in which `fast` noted its changes. With it, buffers are put back and random numbers
             are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
@@ -56,7 +45,7 @@ def attempt(
         journal.undo()
         set_random_state(draws)
     result = slow()
-    warnings.warn(f"{where}: {instead}, because {reason}", SlowPathWarning, stacklevel=user_level())
+    warnings.warn(f"{here()}: {instead}, because {reason}", SlowPathWarning, stacklevel=user_level())
     return result
 
 
@@ -65,11 +54,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def refuse_export(where: str) -> None:
+def refuse_export() -> None:
     """Raise if torch.export traces: what torch.func returns is a constant to it."""
     if _is_exporting():
         raise ValueError(
-            f"{where}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func "
+            f"{here()}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func "
             "returns for constants. Export what torch.fx.experimental.proxy_tensor.make_fx(f)(*args) returns."
         )
 
@@ -132,23 +121,3 @@ def cure_of(message: str) -> str:
         " Under transforms, an autograd.Function needs setup_context, and functional_jd.precision.custom instead of "
         "torch.amp.custom_fwd and custom_bwd."
     )
-
-
-def user_level() -> int:
-    """The `stacklevel` of the nearest caller outside this package and torch."""
-    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def called_function() -> str:
-    """The name of the function of this package that the nearest caller outside of it and torch called."""
-    frame, name = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and (code := frame.f_code).co_filename.startswith((_OURS, _TORCH)):
-        if code.co_filename.startswith(_OURS):
-            name = code.co_qualname.split(".")[0]  # of what `jacobian_fn` returned, "jacobian_fn"
-            if name.startswith("_"):  # what several public functions share is told by `where` which of them it is
-                name = frame.f_locals.get("where", name)
-        frame = frame.f_back
-    return name

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.repaired_ops import BATCH_NORMS, REPAIRED, RepairedOps, refuse_statistics_of_one
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
@@ -108,12 +109,11 @@ class Watch(TorchFunctionMode):
         journal: notes what is changed in place.
         level: where it watches the loss of one example, `transform_level()`; else None. The innermost `torch.vmap`, if
             there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
-        where: the function in whose name batch normalization is refused.
     """
 
-    def __init__(self, journal: StateJournal | None, level: Any = None, where: str = "per_example"):
+    def __init__(self, journal: StateJournal | None, level: Any = None):
         super().__init__()
-        self.journal, self.where, self.level = journal, where, level
+        self.journal, self.level = journal, level
         # Under a transform, ops that torch differentiates wrongly there take their repaired forms.
         self.forms: dict[Any, Any] = REPAIRED if under_transform() else {}
 
@@ -128,12 +128,12 @@ class Watch(TorchFunctionMode):
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
         if self.level is not None and func in BATCH_NORMS:
-            refuse_statistics_of_one(args, kwargs, self.where)
+            refuse_statistics_of_one(args, kwargs)
         if self.journal is not None:
             self.journal.note(func, args, kwargs)
         if func in _SELECT_SCATTER and not self.forms and vmaps_inside(0) and any(map(is_wrapped, args[:2])):
             raise ValueError(
-                f"{self.where}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "
+                f"{here()}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "
                 "computes wrongly there. Write torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)."
             )
         return self.forms.get(func, func)(*args, **kwargs)
@@ -150,7 +150,6 @@ class WatchingMode(TorchFunctionMode):
 def watched(
     f: Callable[..., Any],
     journal: StateJournal | None = None,
-    where: str = "per_example",
     *,
     examples: bool = False,
     inner: WatchingMode | None = None,
@@ -160,18 +159,17 @@ def watched(
     Args:
         f: losses, or a part of them.
         journal: notes what `f` changes in place, for `attempt`.
-        where: the function in whose name batch normalization of one example raises.
-        examples: whether `f` is the loss of one example, in which it raises.
+        examples: whether `f` is the loss of one example, in which batch normalization raises.
         inner: a mode that is to see the ops first.
     """
 
     def run(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            with RepairedOps(where if examples else None), inner or nullcontext():
+            with RepairedOps(examples), inner or nullcontext():
                 return f(*args)
         mode: AbstractContextManager[Any] = inner or nullcontext()
         if journal is not None or examples or under_transform():
-            watch = Watch(journal, transform_level() if examples else None, where)
+            watch = Watch(journal, transform_level() if examples else None)
             if inner is None:
                 mode = watch
             else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.arguments import refuse
+from functional_jd.core.arguments import here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map
@@ -24,8 +24,6 @@ from functional_jd.torch_compat.slow_path import random_state, set_random_state
 from functional_jd.training.checks import detach_parameters
 from functional_jd.training.driver import observe, pulled, weighed
 from functional_jd.training.prepare import prepare
-
-_WHERE = "accumulate"
 
 
 @displayed_as(outline)
@@ -95,22 +93,22 @@ def accumulate(
         >>> found.direction["w"], bool(found.moved)
         (tensor([0.3333, 0.3333, 0.3333]), True)
     """
-    check_losses(_WHERE, losses, 0, False)
-    check_rule(aggregator, _WHERE)
-    leaves, _ = floating_leaves(params, _WHERE)
+    check_losses(losses, 0, False)
+    check_rule(aggregator)
+    leaves, _ = floating_leaves(params)
     parts = [*parts]
     if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(_WHERE, "parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
+        refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
     own, scale = detach_parameters(params), no_scale(device=leaves[0].device) if scale is None else scale
 
     def plan_of(part: tuple[Any, ...], buffers: Tree) -> Plan:
-        return prepare(_WHERE, losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
+        return prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
 
     plan = plan_of(parts[0], buffers)
     examples = plan.kind.rows_are_examples
     if plan.kind.several_sets or (examples and scale.scale.ndim):
         wanted = "one scale []" if scale.scale.ndim else "one loss without a name"
-        raise ValueError(f"{_WHERE}: per_example losses in parts must have {wanted}, found several. Pass one.")
+        raise ValueError(f"{here()}: per_example losses in parts must have {wanted}, found several. Pass one.")
     run = _Run(parts, plan_of, buffers, 1.0 if examples else 1 / len(parts), examples, not plan.differentiable)
     if plan.view.products == "none":
         seen, memory, found, next_buffers = _by_weights(run, plan, state)
@@ -157,7 +155,7 @@ class _Run(NamedTuple):
             buffers = plan.next_buffers(carried[0])
             if each and described_leaves(values) != described_leaves(each[0]) and not self.examples:
                 raise ValueError(
-                    f"{_WHERE}: all parts must have the same losses, found {described_leaves(each[0])} and then "
+                    f"{here()}: all parts must have the same losses, found {described_leaves(each[0])} and then "
                     f"{described_leaves(values)}. For an objective that a part does not have, return 0 * another loss."
                 )
             each.append(values)

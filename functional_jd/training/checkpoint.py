@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
-from functional_jd.core.arguments import check_flag, check_mapping, check_type, dtype_or_type
+from functional_jd.core.arguments import check_flag, check_mapping, check_type, dtype_or_type, here
 from functional_jd.core.checksum import checksums
 from functional_jd.core.sharding import gathered_leaf, laid_out_as, layout_error
 from functional_jd.core.tree import Position, named_nodes, tree_flatten, tree_unflatten
@@ -56,10 +56,10 @@ def to_checkpoint(
         >>> sorted(to_checkpoint({"w": torch.ones(2)}))
         ['functional_jd.checksums', 'functional_jd.fields', 'functional_jd.version', 'w']
     """
-    check_flag("to_checkpoint", "whole", whole)
-    leaves, _, records = _named("to_checkpoint", state, aggregator, optimizer)
+    check_flag("whole", whole)
+    leaves, _, records = _named(state, aggregator, optimizer)
     if not whole:
-        _check_layouts("to_checkpoint", leaves, "Redistribute it, or pass whole=True, which gathers.")
+        _check_layouts(leaves, "Redistribute it, or pass whole=True, which gathers.")
     entries = {
         name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
         for name, leaf in leaves.items()
@@ -105,8 +105,8 @@ def from_checkpoint(
         >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    expected, structure, records = _named("from_checkpoint", like, aggregator, optimizer)
-    _check_layouts("from_checkpoint", expected, "Redistribute that of `like`.")
+    expected, structure, records = _named(like, aggregator, optimizer)
+    _check_layouts(expected, "Redistribute that of `like`.")
     _check_whole(checkpoint)
     written: dict[str, list[str]] = _read(checkpoint[_FIELDS])
     added = _added(written, records)
@@ -135,12 +135,12 @@ def _refuse(expected: str, found: str, cure: str) -> NoReturn:
     raise ValueError(f"from_checkpoint: expected {expected}, found {found}. {cure}")
 
 
-def _named(where: str, tree: Any, rule: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
+def _named(tree: Any, rule: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
     """The leaves by name, the structure, and by name the class and the fields of each record."""
     if rule is not None:
-        check_rule(rule, where)
+        check_rule(rule)
     if optimizer is not None:
-        check_type(where, "optimizer", optimizer, Optimizer, "Call its builder: adamw().")
+        check_type("optimizer", optimizer, Optimizer, "Call its builder: adamw().")
     leaves, structure = tree_flatten(tree)
     names, records = [""] * len(leaves), dict[str, list[str]]()
     for path, node in named_nodes(structure, len(leaves)):
@@ -151,29 +151,29 @@ def _named(where: str, tree: Any, rule: Any, optimizer: Any) -> tuple[dict[str, 
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{where}: all leaves must be tensors, and dense, found {dtype_or_type(leaf)} in {name!r}. Make "
+                f"{here()}: all leaves must be tensors, and dense, found {dtype_or_type(leaf)} in {name!r}. Make "
                 "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
                 "torch.export.register_dataclass."
             )
     twice = sorted(name for name, count in Counter([*names, *_OWN]).items() if count > 1)
     if twice:
-        raise ValueError(f"{where}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
+        raise ValueError(f"{here()}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
     return dict(zip(names, leaves, strict=True)), structure, records
 
 
-def _check_layouts(where: str, leaves: dict[str, Tensor], cure: str) -> None:
+def _check_layouts(leaves: dict[str, Tensor], cure: str) -> None:
     """Raise for shards that are not where the mesh places them: checksums need it."""
     for name, leaf in leaves.items():
         if problem := layout_error(leaf):
-            raise ValueError(f"{where}: {problem} in {name!r}. {cure}")
+            raise ValueError(f"{here()}: {problem} in {name!r}. {cure}")
 
 
 def _check_whole(checkpoint: Any) -> None:
     """Raise for what `to_checkpoint` did not return, and for tensors that are not as they were written."""
     cure = "Pass the flat dict of tensors that to_checkpoint returned."
-    check_mapping("from_checkpoint", "checkpoint", checkpoint, cure)
+    check_mapping("checkpoint", checkpoint, cure)
     for name, value in checkpoint.items():
-        check_type("from_checkpoint", f"checkpoint[{name!r}]", value, Tensor, cure)
+        check_type(f"checkpoint[{name!r}]", value, Tensor, cure)
     entries = cast("Mapping[str, Tensor]", checkpoint)
     if _VERSION not in entries or _FIELDS not in entries:
         _refuse(f"the entries {_VERSION!r} and {_FIELDS!r}", "a dict without them", cure)

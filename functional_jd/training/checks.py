@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.agreement import check_alike, description
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import described, here
 from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
@@ -28,7 +28,8 @@ from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
-from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state, user_level
+from functional_jd.torch_compat.callers import user_level
+from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import has_values, innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
 
@@ -38,9 +39,7 @@ _CURE = "Call functional(model)(params, ...), not model(...)"
 _ROUNDING = 1e-6
 
 
-def check_noise(
-    where: str, losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool = True
-) -> None:
+def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool = True) -> None:
     """Raise for noise that protects too little: a row that is not that of one example, or that is not bounded by the
     norm of the noise. Only `reading` reads bounds that are tensors.
     """
@@ -60,7 +59,7 @@ def check_noise(
             found = f"the rule must bound rows by {norm:g}, the norm of the noise, found {bound:g}"
     if found:
         raise ValueError(
-            f"{where}: with noised, {found}. Take private(loss, ...), whose losses, rule and optimizer fit."
+            f"{here()}: with noised, {found}. Take private(loss, ...), whose losses, rule and optimizer fit."
         )
 
 
@@ -90,21 +89,21 @@ def check_learning(
     Warns:
         UserWarning: gradients pass through float16 without a scale; a parameter has no gradient; buffers are lost.
     """
-    where, kind, before = plan.where, plan.kind, tree_map(torch.clone, buffers)
+    kind, before = plan.kind, tree_map(torch.clone, buffers)
     draws, put_back = random_state(), random_state_outside_torch()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
     points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
-    plain = Plan(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
+    plain = Plan(True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad(), noting_calls() as calls:
-            sample, args = kind.sample(plan.losses, (params, *plan.args[1:]), where)
+            sample, args = kind.sample(plan.losses, (params, *plan.args[1:]))
             _, (values, (returned, _)) = evaluate_losses(sample, args, plain)
-        _check_written(where, journal, [*named.items(), *(given for call in calls for given in call.params.items())])
+        _check_written(journal, [*named.items(), *(given for call in calls for given in call.params.items())])
         if training:
-            _warn_of_lost_buffers(where, journal, calls, returned)
+            _warn_of_lost_buffers(journal, calls, returned)
         if noised:
-            _warn_of_buffers_without_noise(where, before, returned)
+            _warn_of_buffers_without_noise(before, returned)
     finally:
         journal.undo(again=True)
         set_random_state(draws)
@@ -114,20 +113,20 @@ def check_learning(
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
-        Gathers(where, mesh, True).announce(without, mesh.device_type)
+        Gathers(mesh, True).announce(without, mesh.device_type)
     own = {_place(found[key]) for key in found.keys() - set(map(id, points)) if found[key].numel()} - {None}
     for name, x in named.items():
         if id(x) in found and _place(x) in own:
             raise ValueError(
-                f"{where}: expected losses that use the parameters that they receive, found that they also use the "
+                f"{here()}: expected losses that use the parameters that they receive, found that they also use the "
                 f"tensor that {name!r} starts from, which never moves. Look it up in the module whenever it is used, "
                 "or detach it."
             )
     trunk = tree_leaves(kind.row_params(plan.losses, params))
-    unreached = _check_reached(where, values, points, trunk, constant, training)
+    unreached = _check_reached(values, points, trunk, constant, training)
     if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
         _warn(
-            f"{where}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
+            f"{here()}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
 
@@ -136,44 +135,44 @@ def _warn_of_float16(plan: Plan, roots: list[Any]) -> None:
     gradients = (x for node in nodes_from(roots) for x in getattr(node, "_input_metadata", ()))
     if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
         _warn(
-            f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
+            f"{here()}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
             "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
 
 
-def _check_written(where: str, journal: StateJournal, named: list[tuple[str, Tensor]]) -> None:
+def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]]) -> None:
     """Raise for losses that change parameters in place, also by `.data`, and frozen ones that a module is given."""
     noted = [(x, old) for x, _, old in journal.before.values() if old is not None]
     written = {_memory(x) for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())} - {None}
     for name, x in named:
         if _memory(innermost(x)) in written:
             raise ValueError(
-                f"{where}: expected losses that leave the parameters, found that they change {name!r} in place. "
+                f"{here()}: expected losses that leave the parameters, found that they change {name!r} in place. "
                 "Compute with another tensor, or carry it as a buffer."
             )
 
 
 def _check_reached(
-    where: str, values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool
+    values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool
 ) -> list[str]:
     """The names of the losses without a gradient. Raise if one may not be constant, or if none reaches the rows."""
     names, points_of_rows = objective_names(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
     if unknown := [x for x in given if not isinstance(x, str) or x not in names]:
         raise ValueError(
-            f"{where}: constant must hold names of losses, {_few(names)}, found {described(unknown[0])}. "
+            f"{here()}: constant must hold names of losses, {_few(names)}, found {described(unknown[0])}. "
             "objective_names(losses) returns them."
         )
     reached = [{*_leaves_behind([part])} & {*map(id, points)} for y in tree_leaves(values) for part in _parts(y)]
     if not set(names) <= set(given) and (not any(reached) or not any(points_of_rows & x for x in reached)):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
         raise ValueError(
-            f"{where}: the losses must depend on{shared} the parameters, found none that does. {_CURE}, and do not "
+            f"{here()}: the losses must depend on{shared} the parameters, found none that does. {_CURE}, and do not "
             "detach the losses."
         )
     unreached = [name for name, leaves in zip(names, reached, strict=True) if not leaves]
     needed = [name for name in unreached if name not in given]
-    text = f"{where}: all losses must depend on the parameters, found {_few(needed)} without a gradient. {_CURE}"
+    text = f"{here()}: all losses must depend on the parameters, found {_few(needed)} without a gradient. {_CURE}"
     if needed and not training:
         _warn(f"{text}: their weights mean nothing.")
     elif needed:
@@ -184,7 +183,7 @@ def _check_reached(
     return unreached
 
 
-def _warn_of_lost_buffers(where: str, journal: StateJournal, calls: list[Any], returned: Tree) -> None:
+def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tree) -> None:
     """Warn of running statistics that normalization moved, and of other buffers, that the losses do not return."""
     kept = [x for x in tree_leaves(returned) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
     memory = {_memory(x) for x in kept} - {None}  # a row of a returned buffer comes back with it
@@ -198,19 +197,19 @@ def _warn_of_lost_buffers(where: str, journal: StateJournal, calls: list[Any], r
     lost += [f"the buffer {name!r}, which its module moves" for name, x in moved.items() if is_lost(x)]
     if lost:
         _warn(
-            f"{where}: the losses must return {lost[0]}, found that they do not. Take output, buffers = "
+            f"{here()}: the losses must return {lost[0]}, found that they do not. Take output, buffers = "
             "functional(module)(params, buffers, ...), return (losses, buffers), and pass "
             "buffers=dict(module.named_buffers()); or call module.eval()."
         )
 
 
-def _warn_of_buffers_without_noise(where: str, before: Tree, after: Tree) -> None:
+def _warn_of_buffers_without_noise(before: Tree, after: Tree) -> None:
     """Warn of buffers that the losses of an example move, except for keys: they get no noise."""
     for name, x, y in zip(tree_names(after), tree_leaves(before), tree_leaves(after), strict=False):
         if not is_key(name, x, before) and not torch.equal(x.nan_to_num(), y.nan_to_num()):
             _warn(
-                f"{where}: the losses of noised training move the buffer {name!r}, which gets no noise. Keep no buffer "
-                "that follows the examples, as a running mean does. Pass a count of the steps in the batch."
+                f"{here()}: the losses of noised training move the buffer {name!r}, which gets no noise. Keep no "
+                "buffer that follows the examples, as a running mean does. Pass a count of the steps in the batch."
             )
             return
 
@@ -256,7 +255,7 @@ def detach_parameters(params: Params) -> Params:
 
 
 def check_ranks(
-    where: str, losses: LossFunction, leaves: list[Any], values: Mapping[str, Tree], method: Mapping[str, Any] = {}
+    losses: LossFunction, leaves: list[Any], values: Mapping[str, Tree], method: Mapping[str, Any] = {}
 ) -> None:
     """Raise for shards of different trainings: values by name, tensors that are equal on all ranks or shards, and
     records of functions, such as a rule. The meshes of the losses and of the leaves name the ranks.
@@ -271,7 +270,7 @@ def check_ranks(
         parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
     for mesh in meshes:
         least = partial(over_mesh, "least", mesh=mesh)
-        check_alike(where, parts, least, mesh.device_type, "Build them alike everywhere.")
+        check_alike(parts, least, mesh.device_type, "Build them alike everywhere.")
 
 
 def keys_of(state: Tree) -> list[Tensor]:
@@ -279,12 +278,12 @@ def keys_of(state: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dtype == torch.int64 and not is_sharded(x)]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
-def refuse_frozen(where: str, params: Params) -> None:
+def refuse_frozen(params: Params) -> None:
     """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
         if isinstance(p, nn.Parameter) and not p.requires_grad:
             raise ValueError(
-                f"{where}: all parameters must require grad, since all of them are trained, found frozen {name!r}. "
+                f"{here()}: all parameters must require grad, since all of them are trained, found frozen {name!r}. "
                 "Keep such parameters apart: trained, constant = objectives.partition(params, lambda name, p: "
                 "p.requires_grad), and in the losses (of multitask losses in `features`) objectives.merge(trained, "
                 "constant)."

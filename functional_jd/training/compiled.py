@@ -58,13 +58,13 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         >>> compiled(lambda x: {"twice": 2 * x}, backend="eager")(torch.ones(2))
         {'twice': tensor([2., 2.])}
     """
-    check_function("compiled", "f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
+    check_function("f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
     if not callable(backend) and not (isinstance(backend, str) and backend in _NAMED):
         names = "'inductor', 'eager', 'cudagraphs' or a function"
-        refuse("compiled", "backend", names, backend, "A function takes the graph and the list of its inputs.")
-    check_flag("compiled", "donate", donate)
+        refuse("backend", names, backend, "A function takes the graph and the list of its inputs.")
+    check_flag("donate", donate)
     if donate and backend != "cudagraphs":
-        refuse("compiled", "donate", "False unless backend='cudagraphs'", donate, "Leave it out.", ValueError)
+        refuse("donate", "False unless backend='cudagraphs'", donate, "Leave it out.", ValueError)
     return Compiled(f, backend, donate)
 
 
@@ -127,7 +127,7 @@ class Compiled:
             for name, leaf in zip(tree_names(result), leaves, strict=True):
                 if not isinstance(leaf, _RESULTS):
                     cure = "Return what it computes, such as pullback(weights) instead of pullback."
-                    refuse("compiled", f"the result {name!r}", "a tensor, a number or a name", leaf, cure)
+                    refuse(f"the result {name!r}", "a tensor, a number or a name", leaf, cure)
             constants = [None if isinstance(x, Tensor) else (x,) for x in leaves]
             found[:] = of_result, constants, count_donated(args[:1], result) if self.donate else 0
             return [x for x in leaves if isinstance(x, Tensor)]
@@ -220,11 +220,11 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
         if not isinstance(leaf, Tensor):
             if not callable(leaf) and type(leaf).__hash__ is object.__hash__:  # its contents are not seen
                 cure = "Pass a dict or a tuple, or take torch.export.register_dataclass."
-                refuse("compiled", at, "a tensor, a container, a number or a function", leaf, cure)
+                refuse(at, "a tensor, a container, a number or a function", leaf, cure)
         elif type(leaf) not in PLAIN_TENSORS or leaf.is_nested:
-            refuse("compiled", at, "a plain tensor, not nested", type(leaf), "torch.compile(f) takes some others.")
+            refuse(at, "a plain tensor, not nested", type(leaf), "torch.compile(f) takes some others.")
         elif leaf.requires_grad and torch.is_grad_enabled():
-            refuse("compiled", at, "a tensor without grad", leaf, f"Detach it. {outer}", ValueError)
+            refuse(at, "a tensor without grad", leaf, f"Detach it. {outer}", ValueError)
 
 
 def _called(name: str) -> str:

@@ -19,7 +19,7 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import update_scale
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.solvers.spectral import may_be_read
-from functional_jd.torch_compat.slow_path import user_level
+from functional_jd.torch_compat.callers import here, user_level
 
 
 class Weighed(NamedTuple):
@@ -61,7 +61,7 @@ def observe(plan: Plan, engine: Engine) -> Observation:
             if x.requires_grad and x.is_leaf:
                 x.requires_grad = False
     if seen.products is None and plan.view.products == "gramian" and plan.view.groups is None:
-        pull = lambda own: (combined(plan.where, seen.rows, own, wide=True), None)
+        pull = lambda own: (combined(seen.rows, own, wide=True), None)
         return seen._replace(products=gramian(seen.rows), pullback=pull)
     return seen
 
@@ -70,14 +70,14 @@ def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
     """The rule's initial state, and the losses that it starts from."""
     seen = observe(plan, engine)
     if plan.view.groups is not None:
-        _warn_of_zero_rows(plan.where, plan.view, seen.products)
+        _warn_of_zero_rows(plan.view, seen.products)
     with autocast_disabled():
         if seen.products is not None and plan.guarded and seen.finite is None:
             seen = seen._replace(products=without_overflow(seen.products, plan.scale_state.scale.ndim)[0])
         return initial_state(plan.rule, plan.view, seen), seen.losses
 
 
-def _warn_of_zero_rows(where: str, view: View, products: Any) -> None:
+def _warn_of_zero_rows(view: View, products: Any) -> None:
     """Warn of losses that have a row of zeros in a group, where training starts and inner products are known."""
     for key, own in () if products is None else products.items():
         if key in view.partial or own.ndim != 2 or not may_be_read(own):
@@ -86,8 +86,8 @@ def _warn_of_zero_rows(where: str, view: View, products: Any) -> None:
         if any(reached) and not all(reached):
             known = [i for i, yes in enumerate(reached) if yes]
             warnings.warn(
-                f"{where}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. If "
-                f"these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}}).",
+                f"{here()}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. "
+                f"If these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}}).",
                 stacklevel=user_level(),
             )
 
@@ -103,13 +103,8 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
             if plan.guarded and finite is None:
                 given, finite = without_overflow(given, plan.scale_state.scale.ndim)
             received = plan.view.receive(seen._replace(products=given, losses=losses))
-        weights, memory = apply_rule(
-            plan.rule,
-            received,
-            memory,
-            plan.where,
-            seen._replace(losses=losses, products=given if by_products else None),
-        )
+        known = seen._replace(losses=losses, products=given if by_products else None)
+        weights, memory = apply_rule(plan.rule, received, memory, known)
         verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
         own = weights
         if by_products:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function, refuse
+from functional_jd.core.arguments import check_flag, check_function, here, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
@@ -69,9 +69,9 @@ def fit(
         ... except KeyboardInterrupt as stopped:
         ...     state = stopped.state
     """
-    check_flag("fit", "progress", progress)
+    check_flag("progress", progress)
     with_state = on_step is not None and _takes_state(on_step)
-    pairs = _checked(step, state, batches, SkipWatch("fit", patience))
+    pairs = _checked(step, state, batches, SkipWatch(patience))
     bar = _Bar(length_hint(batches)) if progress else None
     taken = 0
     try:
@@ -116,14 +116,14 @@ def steps(
         ...     if max(info.losses) < 0.1:
         ...         break
     """
-    return _checked(step, state, batches, SkipWatch("steps", patience))
+    return _checked(step, state, batches, SkipWatch(patience))
 
 
 def _checked(step: Any, state: Any, batches: Any, watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:
-    check_function(watch.where, "step", step, "Pass functools.partial(functional_jd.step, losses=..., ...).")
+    check_function("step", step, "Pass functools.partial(functional_jd.step, losses=..., ...).")
     iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
     if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
-        refuse(watch.where, "batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
+        refuse("batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
     return _iterate(step, state, batches, watch)
 
 
@@ -138,7 +138,7 @@ def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) ->
                 "losses=..., aggregator=..., optimizer=...). A tuple, a NamedTuple or a list is spread: to pass it as "
                 "one argument, wrap it: (batch,)"
             )
-            note_call(error, step, 1 + len(given), f"{watch.where}: step", text)
+            note_call(error, step, 1 + len(given), f"{here()}: step", text)
             raise
         yield state, info
         # Afterwards, so that the last step is seen too.
@@ -147,7 +147,7 @@ def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) ->
 
 def _takes_state(on_step: Callable[..., Any]) -> bool:
     """Whether a function cannot be called with the info alone."""
-    check_function("fit", "on_step", on_step, "Pass history.append for a list history.")
+    check_function("on_step", on_step, "Pass history.append for a list history.")
     try:
         signature(on_step).bind(None)
     except TypeError:

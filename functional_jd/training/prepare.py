@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.views import View, as_view
-from functional_jd.core.arguments import check_flag, check_function, check_type, refuse
+from functional_jd.core.arguments import check_flag, check_function, check_type, here, refuse
 from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
@@ -22,27 +22,24 @@ from functional_jd.precision.scale_state import ScaleState
 from functional_jd.training.state import START, TrainState
 
 
-def check_method(
-    where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, state: Any = None
-) -> None:
+def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
     """Raise for what is no function, no rule for one batch, no optimizer, no flag, or no state of a step."""
-    if where == "step" and not isinstance(state, TrainState):
-        refuse(where, "state", "a TrainState", state, START)
+    if state and not isinstance(state[0], TrainState):
+        refuse("state", "a TrainState", state[0], START)
     are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
     if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
-        check_function(where, "losses", losses, "Pass losses(params, ...).")
-        check_flag(where, "has_aux", has_aux)
-        check_rule(aggregator, where)
-        check_optimizer(where, optimizer)
+        check_function("losses", losses, "Pass losses(params, ...).")
+        check_flag("has_aux", has_aux)
+        check_rule(aggregator)
+        check_optimizer(optimizer)
     if getattr(aggregator.view, "batches", 1) > 1:
         raise ValueError(
-            f"{where}: the rule must use one batch, found one that compares two. Take its steps by hand: "
+            f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "
             "aggregate(rule, jacobian, memory, other_jacobian)."
         )
 
 
 def prepare(
-    where: str,
     losses: LossFunction,
     params: Params,
     batch: tuple[Any, ...],
@@ -61,15 +58,14 @@ def prepare(
         ValueError: an engine that is unknown, or does not give the rule what it needs.
     """
     if not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(where, "scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")
+        refuse("scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")
     kind, view = kind_of(losses), rule.view if isinstance(rule.view, View) else as_view(rule.view)
     place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
-    carrying = kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
-    factor = multiplier(scale, where) if isinstance(scale.growth_interval, Tensor) else None
+    carrying = kind.carrying(losses, batch, Extras(buffers, has_aux, *place))
+    factor = multiplier(scale) if isinstance(scale.growth_interval, Tensor) else None
     differentiable, leaves = is_differentiable((params, carrying.args, factor)), tree_leaves(params)
     whole = losses_of_shards(carrying.losses) if (sharded := any_sharded(leaves)) else carrying.losses
     plan = Plan(
-        where,
         True,
         factor,
         differentiable,
@@ -94,7 +90,7 @@ def prepare(
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):
         expected = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
-        refuse(where, "engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
+        refuse("engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
     found.check(plan)
     return plan, found, EngineChoice("", "it was named")
 
@@ -122,8 +118,8 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
         >>> chosen_engine(state, x, losses=losses, aggregator=upgrad()).engine
         'jacobian'
     """
-    check_type("chosen_engine", "state", state, TrainState, START)
-    check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
-    check_rule(aggregator, "chosen_engine")
+    check_type("state", state, TrainState, START)
+    check_function("losses", losses, "Pass losses(params, ...).")
+    check_rule(aggregator)
     how: Any = {"scale": state.scale, "buffers": state.buffers}
-    return prepare("chosen_engine", losses, state.params, batch, aggregator, **how)[2]
+    return prepare(losses, state.params, batch, aggregator, **how)[2]

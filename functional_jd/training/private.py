@@ -81,11 +81,11 @@ def private(
         True
     """
     if not callable(loss) or (hasattr(loss, "each") and not isinstance(loss, PerExample)):
-        refuse("private", "loss", "the loss of one example, or per_example of it", loss, "Pass a function.")
+        refuse("loss", "the loss of one example, or per_example of it", loss, "Pass a function.")
     examples = loss if isinstance(loss, PerExample) else PerExample(loss, 0)
-    check_option("private", "clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
-    check_noise("private", optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
-    number("private", "max_norm", max_norm, POSITIVE, "A common value is 1.")
+    check_option("clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
+    check_noise(optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
+    number("max_norm", max_norm, POSITIVE, "A common value is 1.")
     if optimizer.search is not None or optimizer.sensitivity is not None:
         found = "adds noise itself" if optimizer.search is None else "compares losses, which no noise covers"
         raise ValueError(
@@ -105,5 +105,5 @@ def private(
 
 def _nothing_lost(params: Params, *batch: Any) -> Tensor:  # noqa: ARG001
     """One loss of zero, which no parameter moves."""
-    leaves, _ = floating_leaves(params, "private")
+    leaves, _ = floating_leaves(params)
     return leaves[0].new_zeros(1)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_integer
+from functional_jd.core.arguments import check_integer, here
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import all_finite, tree_leaves
-from functional_jd.torch_compat.slow_path import user_level
+from functional_jd.torch_compat.callers import user_level
 from functional_jd.training.state import StepInfo, TrainState
 
 WARN_AFTER, _READ_EVERY = 20, 10  # a scale settles in fewer skipped steps
@@ -34,10 +34,10 @@ class SkipWatch:
     The flags stay on the device, and are read ten at a time, or when the count may reach one of its two limits.
     """
 
-    def __init__(self, where: str, patience: int | None):
+    def __init__(self, patience: int | None):
         if patience is not None:
-            check_integer(where, "patience", patience, 1, "It counts steps; None never stops.")
-        self.where, self.patience = where, patience
+            check_integer("patience", patience, 1, "It counts steps; None never stops.")
+        self.name, self.patience = here(), patience
         # Of all steps since the last one that is known to be taken: the scale before, the flags, the answer.
         self.run: list[tuple[Any, Tensor, Tensor]] = []
         self.skipped = 0  # how many of them, from the first on, are known to be skipped
@@ -70,7 +70,7 @@ class SkipWatch:
         leaves = [leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(info.losses)]
         names, values = objective_names(info.losses), torch.cat(leaves).tolist()
         bad = [name for name, value in zip(names, values, strict=True) if not isfinite(value)]
-        skipped = f"{self.where}: the last {len(self.run)} steps were skipped. In the last step,"
+        skipped = f"{self.name}: the last {len(self.run)} steps were skipped. In the last step,"
         if not bad and not all_finite(info.weights):
             shown = ", ".join(f"{x:.4g}" for x in values)
             return (

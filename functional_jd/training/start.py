@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import loss_vector
-from functional_jd.core.arguments import refuse
+from functional_jd.core.arguments import here, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
@@ -94,13 +94,12 @@ def train_state(
         >>> state.scale.scale
         tensor([65536., 65536.])
     """
-    where = "train_state"
-    check_method(where, losses, aggregator, optimizer, has_aux)
-    leaves, _ = floating_leaves(params, where)
-    refuse_frozen(where, params)
-    check_noise(where, losses, aggregator, optimizer)
+    check_method(losses, aggregator, optimizer, has_aux)
+    leaves, _ = floating_leaves(params)
+    refuse_frozen(params)
+    check_noise(losses, aggregator, optimizer)
     if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(where, "buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
+        refuse("buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params, place = replicate(detach_parameters(params)), _place(leaves)
@@ -110,30 +109,30 @@ def train_state(
     placed = no_scale(device=leaves[0].device) if scale is None else scale
     placed = tree_map(place, placed) if isinstance(placed, ScaleState) else placed  # `prepare` raises for others
     values = {"parameters": params, "buffers": buffers, "scale": placed}
-    check_ranks(where, losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
+    check_ranks(losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
     how: Any = {"buffers": buffers, "has_aux": has_aux, "engine": engine, "starting": True, "optimizer": optimizer}
-    plan, chosen, _ = prepare(where, losses, params, batch, aggregator, scale=placed, **how)
+    plan, chosen, _ = prepare(losses, params, batch, aggregator, scale=placed, **how)
     traced, journal = torch.compiler.is_compiling(), StateJournal()
     draws, put_back = (None, lambda: None) if traced else (random_state(), random_state_outside_torch())
     try:
         if not traced and not under_transform():
             check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
         rule_state, values = started(plan, chosen)
-        _check_losses(where, aggregator, values)
+        _check_losses(aggregator, values)
     except TypeError as error:
-        note_losses(where, losses, len(plan.args) > 1 + len(batch), batch, error)
+        note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
     finally:
         if not traced:
             journal.undo()  # the second evaluation changed what the first one did
             set_random_state(draws)
             put_back()
-    check_ranks(where, losses, leaves, {"keys": keys_of(rule_state)})
+    check_ranks(losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
 
-def _check_losses(where: str, aggregator: Aggregator, losses: Losses) -> None:
+def _check_losses(aggregator: Aggregator, losses: Losses) -> None:
     """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
     if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
         return
@@ -141,7 +140,7 @@ def _check_losses(where: str, aggregator: Aggregator, losses: Losses) -> None:
     for objective, value in zip(objective_names(losses), values.tolist(), strict=True):
         if math.isfinite(value) and not domain.contains(value):
             raise ValueError(
-                f"{where}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "
+                f"{here()}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "
                 "constant to the loss, or take a rule that needs no losses, such as upgrad."
             )
 

@@ -15,6 +15,7 @@ from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.objectives import Multitask
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.slow_path import is_out_of_memory
 from functional_jd.torch_compat.torch_internals import has_values
 
@@ -114,13 +115,13 @@ class StepInfo(NamedTuple):
 START = "Start with state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
 
 
-def note_losses(where: str, losses: Any, with_buffers: bool, batch: Sequence[Any], error: TypeError) -> None:
+def note_losses(losses: Any, with_buffers: bool, batch: Sequence[Any], error: TypeError) -> None:
     """Add a note to an error of losses that do not take what they received."""
     called = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
     text = f"received params{', buffers' * with_buffers} and {len(batch)} arguments of the batch. Spread tuples: *batch"
     if not with_buffers:
         text += "; if the losses take buffers, pass buffers=dict(module.named_buffers())"
-    note_call(error, called, 1 + with_buffers + len(batch), f"{where}: losses", text)
+    note_call(error, called, 1 + with_buffers + len(batch), f"{here()}: losses", text)
 
 
 def note_call(error: TypeError, f: Any, count: int, name: str, text: str) -> None:
@@ -137,13 +138,13 @@ def note_call(error: TypeError, f: Any, count: int, name: str, text: str) -> Non
         error.add_note(f"{name}({', '.join(taken.parameters)}) {text}.")
 
 
-def note_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, error: Exception) -> None:
+def note_other_optimizer(state: TrainState, optimizer: Optimizer, error: Exception) -> None:
     """Add a note to an error, if the state is one of another optimizer or for other parameters."""
     if torch.compiler.is_compiling() or is_out_of_memory(error):
         return
     difference = tree_difference(optimizer.init(state.params), state.optimizer)
     if difference:
         error.add_note(
-            f"{where}: the state must be one of this optimizer for these parameters: {difference} in state.optimizer. "
+            f"{here()}: the state must be one of this optimizer for these parameters: {difference} in state.optimizer. "
             "Start again with train_state, or with state._replace(optimizer=optimizer.init(params))."
         )

@@ -85,11 +85,11 @@ def step(
         >>> bool(info.moved), sorted(info.losses)
         (True, ['fit', 'near'])
     """
-    check_method("step", losses, aggregator, optimizer, has_aux, state)
+    check_method(losses, aggregator, optimizer, has_aux, state)
     if optimizer.sensitivity is not None:
-        check_noise("step", losses, aggregator, optimizer, reading=False)
+        check_noise(losses, aggregator, optimizer, reading=False)
     how: Any = {"scale": state.scale, "buffers": state.buffers, "has_aux": has_aux, "engine": engine}
-    plan, chosen, _ = prepare("step", losses, state.params, batch, aggregator, **how)
+    plan, chosen, _ = prepare(losses, state.params, batch, aggregator, **how)
     token, plan, used = _opened(plan, state) if plan.differentiable else (None, plan, state)
     plain = token is None and not (plan.differentiable and under_functional_transform())
     guarded = optimizer.guarded_update if plain else None  # leaves the state as it was if the step is skipped
@@ -122,8 +122,8 @@ def step(
         return TrainState(params, buffers, moments, memory, scale), info
     except Exception as error:
         if isinstance(error, TypeError):
-            note_losses("step", losses, len(plan.args) > 1 + len(batch), batch, error)
-        note_other_optimizer("step", state, optimizer, error)
+            note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
+        note_other_optimizer(state, optimizer, error)
         raise
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count
-from functional_jd.core.arguments import check_type, refuse
+from functional_jd.core.arguments import check_type, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.sharding import is_sharded
@@ -25,8 +25,6 @@ from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.backward import to_dense
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.weights import group_of_batch, weights_and_memory
-
-_WHERE = "weigh"
 
 
 @displayed_as(outline)
@@ -91,31 +89,31 @@ def weigh(
         >>> weights, memory, _ = weigh(losses, model.parameters(), upgrad())
         >>> (weights * losses).sum().backward()  # then the optimizer takes its step
     """
-    check_rule(aggregator, _WHERE)
+    check_rule(aggregator)
     if under_transform():
-        raise ValueError(f"{_WHERE}: expected a call outside of transforms, found one inside. Use weights_fn there.")
+        raise ValueError(f"{here()}: expected a call outside of transforms, found one inside. Use weights_fn there.")
     if scale is not None:
-        check_type(_WHERE, "scale", scale, ScaleState, "Of a GradScaler: scale=scale_state(scaler.get_scale()).")
+        check_type("scale", scale, ScaleState, "Of a GradScaler: scale=scale_state(scaler.get_scale()).")
     if state is not None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
-        refuse(_WHERE, "state", "what the last call returned, or None", state, "Pass found.state.")
-    m = loss_count(losses, _WHERE)
+        refuse("state", "what the last call returned, or None", state, "Pass found.state.")
+    m = loss_count(losses)
     if not m:
-        raise ValueError(f"{_WHERE}: losses must have at least one element, found none. Pass those of a batch.")
-    if (group := group_of_batch(_WHERE, group)) is not None and features is not None:  # those of other ranks are others
-        refuse(_WHERE, "features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
+        raise ValueError(f"{here()}: losses must have at least one element, found none. Pass those of a batch.")
+    if (group := group_of_batch(group)) is not None and features is not None:  # those of other ranks are others
+        refuse("features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
     if scale is not None and scale.scale.shape not in ((), (m,)):
         cure = f"Create it with scale_state(shape={m})."
-        refuse(_WHERE, "scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
+        refuse("scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
     view, points = as_view(aggregator.view), None
     if view.products != "none":
         points = _points(losses, parameters if features is None else features, features is None)
     if group is not None and state is None:
-        check_alike(_WHERE, losses, group, "losses", {"rule": aggregator})
+        check_alike(losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
         seen, finite = _observed(losses, view, points, None if scale is None else scale.scale, m, group)
     how: Any = {"rule": aggregator, "view": view, "leaves": points or [], "guarded": False, "scale_state": no_scale()}
     first = None if group is None else partial(replicate, group=group)
-    weights, memory = weights_and_memory(Plan(_WHERE, False, None, False, **how), seen, state, first, finite)
+    weights, memory = weights_and_memory(Plan(False, None, False, **how), seen, state, first, finite)
     shared = scale is not None and not scale.scale.ndim
     return Weighed(weights, memory, finite.all() if shared else finite)
 
@@ -133,7 +131,7 @@ def _observed(
     if group is not None:
         known, finite = mean_over_group(known, group), agree(finite, group)
         rows = rows if rows is None else mean_over_group(rows, group)
-    seen = Observation(known, rows=rows, where=_WHERE)
+    seen = Observation(known, rows=rows)
     if view.products == "gramian" and view.groups is None:
         seen = seen._replace(products=gramian.receive(seen))
     return seen, finite
@@ -146,15 +144,15 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
     for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not value.requires_grad:
             raise ValueError(
-                f"{_WHERE}: losses must carry a graph, found none in {loss!r}. Compute it from the model, outside of "
+                f"{here()}: losses must carry a graph, found none in {loss!r}. Compute it from the model, outside of "
                 "torch.no_grad(); for an objective that this batch does not have, pass 0 times another loss."
             )
     if any(is_sharded(leaf) for leaf in leaves):
-        raise ValueError(f"{_WHERE}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")
+        raise ValueError(f"{here()}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")
     points = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not points:
         cure = "Pass model.parameters()." if are_parameters else "Pass the output of the shared part, not detached."
-        raise ValueError(f"{_WHERE}: {name} must be tensors that require grad, found none. {cure}")
+        raise ValueError(f"{here()}: {name} must be tensors that require grad, found none. {cure}")
     return points
 
 
@@ -170,7 +168,7 @@ def _rows(outputs: list[Tensor], points: list[Tensor], scale: Tensor | None, m: 
     found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
     if all(row is None for row in found):
         raise ValueError(
-            f"{_WHERE}: losses must depend on what they are differentiated by, found none that does. Pass the "
+            f"{here()}: losses must depend on what they are differentiated by, found none that does. Pass the "
             "parameters of the model that computed them, or features in their graph."
         )
     rows = dense(found if scale is None else unscaled_rows(found, factors), points, m)

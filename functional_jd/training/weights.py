@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.arguments import described, refuse
+from functional_jd.core.arguments import described, here, refuse
 from functional_jd.core.record_display import Table, displayed_as, outline
 from functional_jd.core.sharding import meshes_of
 from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_names
@@ -23,15 +23,13 @@ from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.slow_path import user_level
+from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of, refuse_frozen
 from functional_jd.training.driver import observe, weighed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.state import by_objective
-
-_WHERE = "weights_fn"
 
 
 def _table(found: Any) -> Table:
@@ -105,23 +103,23 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         >>> weights, _, state = weights_fn(losses, upgrad())(params, x)
         >>> (weights * losses(params, x)).sum().backward()  # then the trainer's optimizer takes its step
     """
-    check_losses(_WHERE, losses, 0, False)
-    check_rule(aggregator, _WHERE)
+    check_losses(losses, 0, False)
+    check_rule(aggregator)
 
     def weights_of(params: Params, *batch: Any, state: Tree = None, scale: ScaleState | None = None) -> FoundWeights:
-        leaves, _ = floating_leaves(params, _WHERE)
-        refuse_frozen(_WHERE, params)  # in every call: trainers freeze and thaw
+        leaves, _ = floating_leaves(params)
+        refuse_frozen(params)  # in every call: trainers freeze and thaw
         if state is None:
-            check_ranks(_WHERE, losses, leaves, {"parameters": params}, {"rule": aggregator})
+            check_ranks(losses, leaves, {"parameters": params}, {"rule": aggregator})
         how: Any = {"engine": _engine_for(group, losses, params), "guarded": False, "starting": state is None}
         scale = no_scale() if scale is None else scale
-        plan, engine, _ = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, scale=scale, **how)
+        plan, engine, _ = prepare(losses, detach_parameters(params), batch, aggregator, scale=scale, **how)
         if state is None and not (torch.compiler.is_compiling() or under_transform()):
             check_learning(plan, StateJournal(), training=False)
         seen = observe(plan, engine)
         weights, memory = weights_and_memory(plan, seen, state, engine.replicate)
         if state is None:
-            check_ranks(_WHERE, losses, leaves, {"keys": keys_of(memory)})
+            check_ranks(losses, leaves, {"keys": keys_of(memory)})
             if weights.requires_grad and not under_transform():
                 _warn_of_graph(params)
         return FoundWeights(weights, seen.losses, memory)
@@ -144,7 +142,7 @@ def weights_and_memory(
         found, memory, *_ = weighed(plan, seen, memory)
     if not isinstance(found, Tensor):
         entries = "Use step, or aggregate, for weights of single entries."
-        refuse(plan.where, "aggregator", "a rule that weights rows", found, entries, ValueError)
+        refuse("aggregator", "a rule that weights rows", found, entries, ValueError)
     # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
     leaves = tree_leaves(seen.losses)
     weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
@@ -163,7 +161,7 @@ def _warn_of_graph(params: Params) -> None:
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
         if p.requires_grad and p.is_leaf and not isinstance(p, nn.Parameter):
             warnings.warn(
-                f"{_WHERE}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
+                f"{here()}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
                 "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
                 "without grad, or take weights.detach().",
                 stacklevel=user_level(),
@@ -175,13 +173,13 @@ def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engin
     """The engine of the ranks whose batches count."""
     sharded = mesh_of(losses) is not None
     whole = sharded or any(mesh.size() == dist.get_world_size() for mesh in meshes_of(tree_leaves(params)))
-    found = group_of_batch(_WHERE, group, whole)
+    found = group_of_batch(group, whole)
     if found is not None and sharded:
-        refuse(_WHERE, "group", "None for losses of sharded(losses, mesh)", found, "Leave it out.", ValueError)
+        refuse("group", "None for losses of sharded(losses, mesh)", found, "Leave it out.", ValueError)
     return "auto" if found is None else replicated(group=found)
 
 
-def group_of_batch(where: str, group: Any, whole: bool = False) -> Any:
+def group_of_batch(group: Any, whole: bool = False) -> Any:
     """The group whose ranks have a part of the batch each; None for the batch of this rank alone. `whole`: shards of
     parameters have the whole batch.
     """
@@ -190,7 +188,7 @@ def group_of_batch(where: str, group: Any, whole: bool = False) -> Any:
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"{where}: group must be a ProcessGroup of this process, found {described(group)} and {ranks} ranks. Pass "
+            f"{here()}: group must be a ProcessGroup of this process, found {described(group)} and {ranks} ranks. Pass "
             "group=torch.distributed.group.WORLD for the weights of the whole batch, or group=False for those of this "
             "rank alone."
         )

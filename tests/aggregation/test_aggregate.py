@@ -136,7 +136,7 @@ def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
     assert second.weights.tolist() == [2, 2, 2]
     assert start(counting(), jacobian).item() == 0
     close(aggregate(counting(), jacobian, start(counting(), jacobian)), first)
-    found = apply_rule(counting(), no_gradients(jacobian), first.state, "here")
+    found = apply_rule(counting(), no_gradients(jacobian), first.state)
     close(found, (second.weights, second.state))
 
 

@@ -30,7 +30,7 @@ each_interval = pytest.mark.parametrize(("domain", "contains"), INTERVALS, ids=l
 
 
 def checked(given, domain=POSITIVE):
-    return number("rule", "rate", given, domain, "The default is 1.")
+    return number("rate", given, domain, "The default is 1.")
 
 
 @each_interval
@@ -41,7 +41,7 @@ def test_a_number_comes_back_or_is_refused_and_a_tensor_becomes_nan(domain, cont
         assert checked(x, domain) is x
         assert found == x
     else:
-        with pytest.raises(ValueError, match=re.escape(f"rule: rate must be {domain.expected}, found {x}. ")):
+        with pytest.raises(ValueError, match=re.escape(f"functional_jd: rate must be {domain.expected}, found {x}. ")):
             checked(x, domain)
         assert found.isnan()
 
@@ -67,17 +67,17 @@ def test_a_tensor_is_widened_and_keeps_its_derivatives():
         (
             torch.tensor(1),
             TypeError,
-            r"rule: rate must be a number or a floating-point tensor, found torch.int64 \[\]. Convert",
+            r"functional_jd: rate must be a number or a floating-point tensor, found torch.int64 \[\]. Convert",
         ),
         (
             torch.ones(2),
             ValueError,
-            r"rule: rate must be a number or a tensor \[\], found torch.float32 \[2\]. .* torch.vmap",
+            r"functional_jd: rate must be a number or a tensor \[\], found torch.float32 \[2\]. .* torch.vmap",
         ),
-        ("1", TypeError, r"rule: rate must be a number or a tensor \[\], found '1'. The default is 1."),
-        (None, TypeError, r"rule: rate must be a number or a tensor \[\], found None. The default is 1."),
-        (True, TypeError, r"rule: rate must be a number or a tensor \[\], found True. The default is 1."),
-        ([1.0], TypeError, r"rule: rate must be a number or a tensor \[\], found list. The default is 1."),
+        ("1", TypeError, r"functional_jd: rate must be a number or a tensor \[\], found '1'. The default is 1."),
+        (None, TypeError, r"functional_jd: rate must be a number or a tensor \[\], found None. The default is 1."),
+        (True, TypeError, r"functional_jd: rate must be a number or a tensor \[\], found True. The default is 1."),
+        ([1.0], TypeError, r"functional_jd: rate must be a number or a tensor \[\], found list. The default is 1."),
     ],
 )
 def test_what_is_no_number_is_refused(wrong, error, message):

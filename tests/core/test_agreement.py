@@ -16,13 +16,13 @@ class Ranks:
         for values, parts in ranks:
             messages = []
             # As if all others sent the same.
-            means_if_alike("step", values, parts, lambda x, own=messages: own.append(x) or x, 2, "Do so.")
+            means_if_alike(values, parts, lambda x, own=messages: own.append(x) or x, 2, "Do so.")
             self.sent.append(messages)
 
     def means(self, values, parts, cure="Do so."):
         turns = iter(zip(*self.sent, strict=False))
         mean = lambda own: torch.stack([x / len(self.sent) for x in next(turns)]).sum(0).to(own)
-        return means_if_alike("step", values, parts, mean, len(self.sent), cure)
+        return means_if_alike(values, parts, mean, len(self.sent), cure)
 
 
 def values_of(m, dtype=torch.float32, device="cpu"):
@@ -61,7 +61,7 @@ def test_every_rank_is_told_what_differs(ranks):
         own = [(values_of(3), alike)] * (ranks - 1) + [(values_of(4), alike | last)]
         seen = Ranks(*own)
         for values, parts in (own[0], own[-1]):
-            with pytest.raises(ValueError, match=rf"^step: {words}\. Do so\.$"):
+            with pytest.raises(ValueError, match=rf"^functional_jd: {words}\. Do so\.$"):
                 seen.means(values, parts)
     same = Ranks(*[(values_of(3), alike)] * ranks)
     torch.testing.assert_close(same.means(values_of(3), alike), values_of(3))
@@ -69,7 +69,7 @@ def test_every_rank_is_told_what_differs(ranks):
 
 def test_gradients_are_those_of_the_means():
     x = torch.ones(1001, requires_grad=True)
-    (mean,) = means_if_alike("step", [x * 2], {"losses": "a"}, lambda x: (x + x.detach()) / 2, 2, "")
+    (mean,) = means_if_alike([x * 2], {"losses": "a"}, lambda x: (x + x.detach()) / 2, 2, "")
     mean.sum().backward()
     assert torch.equal(x.grad, torch.ones(1001))
 

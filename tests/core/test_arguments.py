@@ -49,34 +49,36 @@ def test_values_are_described_in_a_few_words(value, words):
 @given(st.integers(-3, 9), st.integers(-3, 9))
 def test_integers_of_a_range_pass(n, least):
     if n >= least:
-        check_integer("f", "n", n, least, "Pass 1.")
+        check_integer("n", n, least, "Pass 1.")
     else:
-        with pytest.raises(ValueError, match=rf"^f: n must be an integer of at least {least}, found {n}\. Pass 1\.$"):
-            check_integer("f", "n", n, least, "Pass 1.")
+        with pytest.raises(
+            ValueError, match=rf"^functional_jd: n must be an integer of at least {least}, found {n}\. Pass 1\.$"
+        ):
+            check_integer("n", n, least, "Pass 1.")
 
 
 @given(st.floats(allow_nan=True) | st.integers())
 def test_numbers_of_a_range_pass(x):
     if x >= 1:
-        check_number("f", "x", x, at_least(1), "Pass 2.")
+        check_number("x", x, at_least(1), "Pass 2.")
     else:
-        with pytest.raises(ValueError, match=r"^f: x must be a number >= 1, found .*\. Pass 2\.$"):
-            check_number("f", "x", x, at_least(1), "Pass 2.")
+        with pytest.raises(ValueError, match=r"^functional_jd: x must be a number >= 1, found .*\. Pass 2\.$"):
+            check_number("x", x, at_least(1), "Pass 2.")
 
 
 TAKEN = {
-    "flag": lambda: check_flag("f", "x", False),
-    "size": lambda: check_integer("f", "x", 2**31 - 1, 0, "."),
-    "infinity": lambda: check_number("f", "x", float("inf"), at_least(0), "."),
-    "number of numpy": lambda: check_number("f", "x", np.float32(2), at_least(0), "."),
-    "scalar": lambda: check_scalar("f", "x", torch.tensor(2.0), "."),
-    "function": lambda: check_function("f", "x", len, "."),
-    "record": lambda: check_type("f", "x", 1, int, "."),
-    "dict": lambda: check_mapping("f", "x", {"a": 1}, "."),
-    "option": lambda: check_option("f", "x", "a", ("a", "b"), "."),
-    "no device": lambda: check_device("f", None),
-    "name of a device": lambda: check_device("f", "cuda:1"),
-    "device": lambda: check_device("f", torch.device("meta")),
+    "flag": lambda: check_flag("x", False),
+    "size": lambda: check_integer("x", 2**31 - 1, 0, "."),
+    "infinity": lambda: check_number("x", float("inf"), at_least(0), "."),
+    "number of numpy": lambda: check_number("x", np.float32(2), at_least(0), "."),
+    "scalar": lambda: check_scalar("x", torch.tensor(2.0), "."),
+    "function": lambda: check_function("x", len, "."),
+    "record": lambda: check_type("x", 1, int, "."),
+    "dict": lambda: check_mapping("x", {"a": 1}, "."),
+    "option": lambda: check_option("x", "a", ("a", "b"), "."),
+    "no device": lambda: check_device(None),
+    "name of a device": lambda: check_device("cuda:1"),
+    "device": lambda: check_device(torch.device("meta")),
 }
 
 
@@ -86,33 +88,33 @@ def test_what_is_valid_passes(check):
 
 
 REFUSED = {
-    "flag": (lambda: check_flag("f", "x", 1), TypeError, "True or False, found 1. Pass x=True"),
-    "integer": (lambda: check_integer("f", "x", True, 0, "Pass 1."), ValueError, "at least 0, found True. Pass 1."),
-    "tensor": (lambda: check_integer("f", "x", torch.tensor(1), 0, "Pass 1."), TypeError, "Python integer, as loops"),
-    "large": (lambda: check_integer("f", "x", 2**31, 0, "Pass 1."), ValueError, "at least 0, found 2147483648."),
-    "no number": (lambda: check_number("f", "x", "1", at_least(0), "Pass 1."), TypeError, ">= 0, found '1'. Pass 1."),
+    "flag": (lambda: check_flag("x", 1), TypeError, "True or False, found 1. Pass x=True"),
+    "integer": (lambda: check_integer("x", True, 0, "Pass 1."), ValueError, "at least 0, found True. Pass 1."),
+    "tensor": (lambda: check_integer("x", torch.tensor(1), 0, "Pass 1."), TypeError, "Python integer, as loops"),
+    "large": (lambda: check_integer("x", 2**31, 0, "Pass 1."), ValueError, "at least 0, found 2147483648."),
+    "no number": (lambda: check_number("x", "1", at_least(0), "Pass 1."), TypeError, ">= 0, found '1'. Pass 1."),
     "huge": (
-        lambda: check_number("f", "x", 10**400, at_least(0), "Pass 1."),
+        lambda: check_number("x", 10**400, at_least(0), "Pass 1."),
         ValueError,
         ">= 0, found int that is too long",
     ),
     "vector": (
-        lambda: check_scalar("f", "x", torch.ones(2), "Pass 1."),
+        lambda: check_scalar("x", torch.ones(2), "Pass 1."),
         ValueError,
         "found torch.float32 [2]. Pass 1.",
     ),
-    "function": (lambda: check_function("f", "x", 1, "Pass len."), TypeError, "a function, found int. Pass len."),
-    "record": (lambda: check_type("f", "x", "1", int, "Pass 1."), TypeError, "a int, found '1'. Pass 1."),
-    "keys": (lambda: check_mapping("f", "x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found dict. Pass {}."),
-    "option": (lambda: check_option("f", "x", 1, ("a", "b"), "Pass a."), ValueError, "one of a, b, found 1. Pass a."),
-    "device": (lambda: check_device("f", "gpu"), ValueError, "or its name, found 'gpu'. Pass for instance"),
-    "index": (lambda: check_device("f", 1.5), TypeError, "or its name, found 1.5. Pass for instance"),
+    "function": (lambda: check_function("x", 1, "Pass len."), TypeError, "a function, found int. Pass len."),
+    "record": (lambda: check_type("x", "1", int, "Pass 1."), TypeError, "a int, found '1'. Pass 1."),
+    "keys": (lambda: check_mapping("x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found dict. Pass {}."),
+    "option": (lambda: check_option("x", 1, ("a", "b"), "Pass a."), ValueError, "one of a, b, found 1. Pass a."),
+    "device": (lambda: check_device("gpu"), ValueError, "or its name, found 'gpu'. Pass for instance"),
+    "index": (lambda: check_device(1.5), TypeError, "or its name, found 1.5. Pass for instance"),
 }
 
 
 @pytest.mark.parametrize(("check", "error", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_is_refused_with_place_finding_and_cure(check, error, words):
-    with pytest.raises(error, match=r"^f: (x|device) must be ") as raised:
+    with pytest.raises(error, match=r"^functional_jd: (x|device) must be ") as raised:
         check()
     assert words in str(raised.value)
 

@@ -45,7 +45,7 @@ def equal(found, expected):
 def updated(rule, received, state, device):
     """Weights and state of a rule from what it receives, which is not counted."""
     device.reset()
-    rule_there = lambda received, state: apply_rule(rule, received, state, "aggregate")
+    rule_there = lambda received, state: apply_rule(rule, received, state, fixed=False)
     return where_it_runs(rule, rule.view, Observation(None), rule_there, received, state, apart=False)
 
 

@@ -63,10 +63,10 @@ def test_a_loss_that_is_no_tensor_is_refused():
 
 
 def test_names_must_be_as_many_as_rows():
-    assert names_or_indices(None, 2, "here") == ["0", "1"]
-    assert names_or_indices(("a", "b"), 2, "here") == ["a", "b"]
-    with pytest.raises(ValueError, match="here: expected one name for each of 2 objectives, found 1"):
-        names_or_indices(["a"], 2, "here")
+    assert names_or_indices(None, 2) == ["0", "1"]
+    assert names_or_indices(("a", "b"), 2) == ["a", "b"]
+    with pytest.raises(ValueError, match="functional_jd: expected one name for each of 2 objectives, found 1"):
+        names_or_indices(["a"], 2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -89,9 +89,9 @@ def test_joined_matrices_have_the_same_columns_in_the_same_order(m, leaves, widt
 @given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=1, max_size=4))
 def test_row_count_is_the_first_dimension_of_all(m, shapes):
     jacobian = {str(i): torch.ones(m, *shape) for i, shape in enumerate(shapes)}
-    assert rows.row_count(jacobian, "here") == m
-    with pytest.raises(ValueError, match=f"here: .*found {m} in '0' and {m + 1} in 'more'.*mix Jacobians"):
-        rows.row_count({**jacobian, "more": torch.ones(m + 1)}, "here")
+    assert rows.row_count(jacobian) == m
+    with pytest.raises(ValueError, match=f"functional_jd: .*found {m} in '0' and {m + 1} in 'more'.*mix Jacobians"):
+        rows.row_count({**jacobian, "more": torch.ones(m + 1)})
 
 
 MISTAKES = {
@@ -111,5 +111,5 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_rows_that_are_none_are_named(mistake):
     tree, kind, message = MISTAKES[mistake]
-    with pytest.raises(kind, match=f"place: .*{message}"):
-        rows.row_count(tree, "place")
+    with pytest.raises(kind, match=f"functional_jd: .*{message}"):
+        rows.row_count(tree)

@@ -265,17 +265,17 @@ def test_plain_leaves_are_not_sharded():
 
 def test_floating_leaves_are_the_leaves_or_a_named_mistake():
     params = {"b": torch.ones(2).half(), "a": [torch.zeros(()).double()]}
-    leaves, structure = trees.floating_leaves(params, "place")
+    leaves, structure = trees.floating_leaves(params)
     assert [x.dtype for x in leaves] == [torch.float64, torch.float16]
     assert trees.tree_unflatten(structure, leaves)["b"] is params["b"]
-    with pytest.raises(TypeError, match=r"place: all leaves must be.*found torch.int64 in 'n.0'.*further arguments"):
-        trees.floating_leaves({**params, "n": [torch.tensor(1)]}, "place")
+    with pytest.raises(TypeError, match=r"all leaves must be.*found torch.int64 in 'n.0'.*further arguments"):
+        trees.floating_leaves({**params, "n": [torch.tensor(1)]})
     with pytest.raises(TypeError, match=r"found torch.complex64 in 'c'"):
-        trees.floating_leaves({"c": torch.ones(1) + 1j}, "place")
+        trees.floating_leaves({"c": torch.ones(1) + 1j})
     with pytest.raises(TypeError, match="found str in 's'"):
-        trees.floating_leaves({"s": "relu"}, "place")
-    with pytest.raises(ValueError, match="place: expected at least one parameter tensor, found an empty tree"):
-        trees.floating_leaves([{}, ()], "place")
+        trees.floating_leaves({"s": "relu"})
+    with pytest.raises(ValueError, match="expected at least one parameter tensor, found an empty tree"):
+        trees.floating_leaves([{}, ()])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), None])

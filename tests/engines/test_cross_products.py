@@ -15,7 +15,7 @@ from functional_jd.engines.gramian import products
 from functional_jd.engines.gramian.products import Factors, crossed_leaf
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
-from functional_jd.torch_compat.slow_path import SlowPathWarning
+from functional_jd.torch_compat.callers import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

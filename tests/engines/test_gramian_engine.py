@@ -33,7 +33,7 @@ from zoo import ASKS, BATCH, Case, Model, mlp, numbers, plain, with_hook
 from functional_jd import squared_norms_fn
 from functional_jd.engines.gramian import products
 from functional_jd.objectives import PerExample, multitask, per_example
-from functional_jd.torch_compat.slow_path import SlowPathWarning
+from functional_jd.torch_compat.callers import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

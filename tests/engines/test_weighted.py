@@ -15,7 +15,7 @@ from zoo import ASKS, BATCH, MODELS, bare, by_example, mlp, numbers, tasks, with
 from functional_jd import weighted_fn
 from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.scale_state import scale_state
-from functional_jd.torch_compat.slow_path import SlowPathWarning
+from functional_jd.torch_compat.callers import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

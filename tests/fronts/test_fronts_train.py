@@ -161,7 +161,7 @@ def test_all_steps_are_one_graph(together, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"rule": jd.upgrad()}, TypeError, "fronts.train: rule must be a function"),
+        ({"rule": jd.upgrad()}, TypeError, "train: rule must be a function"),
         ({"rule": lambda u: u}, TypeError, "train_state: aggregator must be"),
         ({"preferences": [[1.0, 2.0]]}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
         ({"preferences": None}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
@@ -172,10 +172,10 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         ),
         ({"preferences": torch.ones(0, 2)}, ValueError, "preferences must be 1, one for each solution, found 0"),
         ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
-        ({"batches": []}, ValueError, "fronts.train: batches must have an item, found none"),
-        ({"chunk_size": 0}, ValueError, "fronts.train: chunk_size must be an integer of at least 1"),
+        ({"batches": []}, ValueError, "train: batches must have an item, found none"),
+        ({"chunk_size": 0}, ValueError, "train: chunk_size must be an integer of at least 1"),
         ({"compile": "fast"}, ValueError, "compile must be False, True, 'eager' or 'inductor', found 'fast'"),
-        ({"compile": 1}, ValueError, "fronts.train: compile must be False, True, 'eager' or 'inductor', found 1"),
+        ({"compile": 1}, ValueError, "train: compile must be False, True, 'eager' or 'inductor', found 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, kind, message):

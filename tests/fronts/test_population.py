@@ -136,7 +136,7 @@ def test_it_compiles():
         ),
         ({"start": torch.tensor(1.0)}, ValueError, r"found shapes \[\[\]\]"),
         ({"start": torch.ones(0, 3)}, ValueError, r"found shapes \[\[0, 3\]\]"),
-        ({"start": torch.ones(2, 3, dtype=torch.int64)}, TypeError, "fronts.train: "),
+        ({"start": torch.ones(2, 3, dtype=torch.int64)}, TypeError, "train: "),
         (
             {"rule": Population(views.losses, lambda losses: losses[0])},
             ValueError,

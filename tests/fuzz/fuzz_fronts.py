@@ -71,6 +71,6 @@ FRONTS = {
         {"scale": OPTION, "chunk_size": OPTION, "on_step": OPTION | CALLABLE, "patience": OPTION, "progress": SWITCH}
         | {"compile": SWITCH, "rule": kinds({"builder"})},
         frozenset({"losses", "rule", "on_step", "start"}),
-        names=("fronts.train", "train_state", "fit", "step", "tchebycheff"),
+        names=("train", "train_state", "fit", "step", "tchebycheff"),
     ),
 }

@@ -17,7 +17,7 @@ def like(tmp_path):
 
 
 def gathers_of(like):
-    return Gathers("step", like.device_mesh, False)
+    return Gathers(like.device_mesh, False)
 
 
 def leaf_of(like, gathers=None):

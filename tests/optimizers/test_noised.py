@@ -209,7 +209,7 @@ def test_a_step_with_another_rule_than_the_one_that_was_checked_is_refused(compi
     state = fj.train_state({"w": torch.zeros(3)}, x, **private)
     take(state, x, **private)
     for rule, words in ((fj.mean(), "bound every row"), (fj.clipped(10.0), "rows by 1, .* found 10")):
-        with pytest.raises(ValueError, match=f"step: with noised, .*{words}"):
+        with pytest.raises(ValueError, match=f"{'functional_jd' if compiled else 'step'}: with noised, .*{words}"):
             take(state, x, **(private | {"aggregator": rule}))
 
 

@@ -310,7 +310,7 @@ def test_trees_that_do_not_fit_m_scales_are_refused(tree):
     with pytest.raises(ValueError, match=r"unscale: m = 3 scales need"):
         unscale(scale_state(shape=3), tree)
     for state in (2.0, torch.tensor(2), torch.ones(2, 2), None):
-        with pytest.raises(TypeError, match="multiplier: expected a ScaleState or a floating-point tensor"):
+        with pytest.raises(TypeError, match="functional_jd: expected a ScaleState or a floating-point tensor"):
             multiplier(state)
 
 

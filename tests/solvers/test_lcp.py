@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 
 from functional_jd.solvers import lcp
 from functional_jd.solvers.lcp import linear_complementarity, row_multipliers
-from functional_jd.torch_compat.slow_path import SlowPathWarning
+from functional_jd.torch_compat.callers import SlowPathWarning
 
 
 @st.composite

@@ -33,7 +33,7 @@ WAYS = {
     "gramian_fn": lambda losses, *args: fj.gramian_fn(losses)(*args),
     "train_state": start,
     "per_example": lambda losses, *args: losses(*args),
-    "per_example weighted": lambda losses, *args: fj.weighted_fn(losses)(*args),
+    "weighted_fn": lambda losses, *args: fj.weighted_fn(losses)(*args),
 }
 
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import NumpyCube
 
 import functional_jd as fj
-from functional_jd.torch_compat.slow_path import SlowPathWarning, attempt
+from functional_jd.torch_compat.callers import SlowPathWarning
+from functional_jd.torch_compat.slow_path import attempt
 
 
 class Refusing(torch.autograd.Function):
@@ -33,22 +34,22 @@ def fails(message="mine"):
 
 def test_a_second_attempt_is_announced_with_place_reason_and_price():
     with pytest.warns(
-        SlowPathWarning, match=r"here: does it slowly, because test_slow_path\.py:\d+: RuntimeError: mine"
+        SlowPathWarning, match=r"functional_jd: does it slowly, because test_slow_path\.py:\d+: RuntimeError: mine"
     ):
-        assert attempt(fails, lambda: 3, where="here", instead="does it slowly") == 3
+        assert attempt(fails, lambda: 3, instead="does it slowly") == 3
 
 
 def test_a_first_attempt_that_works_says_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert attempt(lambda: 2, fails, where="here", instead="does it slowly") == 2
+        assert attempt(lambda: 2, fails, instead="does it slowly") == 2
 
 
 def test_a_reason_is_said_once_and_another_again():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for message in ("one", "one", "two", "one"):
-            attempt(lambda message=message: fails(message), lambda: 3, where="here", instead="does it slowly")
+            attempt(lambda message=message: fails(message), lambda: 3, instead="does it slowly")
     assert [str(w.message).rsplit(" ", 1)[1] for w in seen] == ["one", "two"]
     assert all(w.filename == __file__ for w in seen)
 
@@ -72,7 +73,7 @@ def test_an_error_of_the_losses_themselves_comes_back_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeError, match="second") as caught:
-            attempt(fails, lambda: fails("second"), where="here", instead="does it slowly")
+            attempt(fails, lambda: fails("second"), instead="does it slowly")
     assert caught.value.__context__ is None
 
 
@@ -88,7 +89,7 @@ def test_out_of_memory_and_interruptions_are_never_swallowed(error):
         raise error
 
     with pytest.raises(type(error)):
-        attempt(stops, lambda: 3, where="here", instead="does it slowly")
+        attempt(stops, lambda: 3, instead="does it slowly")
 
 
 def norm_and_derivative():

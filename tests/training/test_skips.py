@@ -53,11 +53,11 @@ def test_the_count_is_exact(runs, patience, per_row):
         if row == 20:
             expected_warnings.append(count)
     infos = [info(True, flag) if per_row else info(flag) for flag in flags]
-    assert followed(SkipWatch("fit", patience), infos) == (expected_error, expected_warnings)
+    assert followed(SkipWatch(patience), infos) == (expected_error, expected_warnings)
 
 
 def test_without_patience_it_never_ends():
-    assert followed(SkipWatch("fit", None), [info(False)] * 500) == (None, [20])
+    assert followed(SkipWatch(None), [info(False)] * 500) == (None, [20])
 
 
 class HostReads(TorchDispatchMode):
@@ -75,7 +75,7 @@ class HostReads(TorchDispatchMode):
 def test_flags_are_read_ten_at_a_time(monkeypatch):
     reads, read = [], SkipWatch._read
     monkeypatch.setattr(SkipWatch, "_read", lambda watch: reads.append(len(watch.run)) or read(watch))
-    watch = SkipWatch("fit", 200)
+    watch = SkipWatch(200)
     with HostReads() as host:
         for _ in range(9):
             watch.follow(None, None, info(True, True))
@@ -88,10 +88,8 @@ def test_flags_are_read_ten_at_a_time(monkeypatch):
 @pytest.mark.parametrize("limit", [20, 25])
 def test_the_losses_to_blame_are_named(limit):
     infos = [info(False, True)] * 3 + [info(True, False)] * (limit - 3)
-    watch = SkipWatch("fit", 25)
-    words = (
-        rf"fit: the last {limit} steps were skipped.*Rows that were not finite: far \(3 times\), near \({limit - 3} "
-    )
+    watch = SkipWatch(25)
+    words = rf"the last {limit} steps were skipped.*Rows that were not finite: far \(3 times\), near \({limit - 3} "
     if limit == 20:
         with pytest.warns(RuntimeWarning, match=words):
             followed_quietly(watch, infos)
@@ -109,7 +107,7 @@ def followed_quietly(watch, infos):
 @pytest.mark.parametrize("flags", [(False,), (False, False)])
 def test_losses_that_are_not_finite_themselves_are_named(flags, value):
     with pytest.raises(TrainingStalled, match="losses were not finite themselves: near") as stalled:
-        followed_quietly(SkipWatch("fit", 3), [info(*flags, losses=(1.0, value))] * 3)
+        followed_quietly(SkipWatch(3), [info(*flags, losses=(1.0, value))] * 3)
     assert ("one scale per objective" in str(stalled.value)) == (len(flags) == 1)
 
 
@@ -122,7 +120,7 @@ def test_of_a_batch_of_steps_one_that_is_taken_is_enough():
 
 
 def test_other_infos_are_not_looked_at():
-    watch = SkipWatch("fit", 1)
+    watch = SkipWatch(1)
     watch.follow(None, None, {"finite": torch.tensor(False)})
     watch.follow(None, None, None)
     assert not watch.run

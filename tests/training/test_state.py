@@ -181,7 +181,7 @@ def test_a_compiled_step_refuses_a_state_of_one_size_for_another():
         torch.compiler.reset()
         compiled = torch.compile(fj.step, fullgraph=True, backend="eager")
         state = fj.train_state(PARAMS, X, **begun_with)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"step: the state must be one of this rule"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="the state must be one of this rule"):
             compiled(state, X, **taken_with)
 
 

@@ -453,7 +453,7 @@ def engines(monkeypatch):
 
     def noted(name, engine):
         def observe(plan):
-            taken.extend([name] * (plan.where == "step"))
+            taken.extend([name] * (not plan.starting))
             return engine.observe(plan)
 
         return engine._replace(observe=observe)

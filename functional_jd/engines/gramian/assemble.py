@@ -79,7 +79,7 @@ def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, point
     """
     ends: Any = [*recording.ends, *points]
     with autocast_disabled():
-        found = gradients("functional_jd", [losses], ends, [scales])
+        found = gradients([losses], ends, [scales])
     n, m = len(recording.ends), len(losses)
     return [g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(found)]
 

@@ -43,8 +43,8 @@ def losses_of_shards(losses: Any) -> Any:
     return losses if isinstance(losses, Sharded) else Sharded(losses, None)
 
 
-def found_kind(losses: Any, argnums: int | Sequence[int], args: tuple[Any, ...], where: str) -> tuple[Any, Kind]:
+def found_kind(losses: Any, argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[Any, Kind]:
     """The losses, as those of sharded parameters if they are, and their kind. Raises ValueError for wrong `argnums`."""
-    chosen, _ = select_arguments(argnums, args, where)
+    chosen, _ = select_arguments(argnums, args)
     whole = losses_of_shards(losses) if any_sharded(tree_leaves(chosen)) else losses
     return whole, kind_of(whole, argnums)

@@ -20,6 +20,7 @@ from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.callers import here
 
 
 def jacobian(losses: ExampleSets, args: Args, plan: Plan) -> FoundJacobian:
@@ -40,7 +41,7 @@ def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
     found = {name: examples_gramian(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = losses.counts(args[1:])
     parts: dict[str, Any] = {name: result[0] for name, result in found.items()}
-    leaves, _ = floating_leaves(args[0], plan.where)
+    leaves, _ = floating_leaves(args[0])
 
     def across(a: str, b: str) -> Tensor:
         pairs = zip(parts[a], parts[b], leaves, strict=True)
@@ -71,7 +72,7 @@ def weighted(losses: ExampleSets, args: Args, plan: Plan) -> FoundWeighted:
     counts = list(losses.counts(args[1:]).values())
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
-        check_weights(plan.where, weights, sum(counts))
+        check_weights(weights, sum(counts))
         pieces = zip(found.values(), weights.split(counts), strict=True)
         directions, flags = zip(*[pull(piece, last=last) for (*_, pull), piece in pieces], strict=True)
         if plan.scale is None:
@@ -87,7 +88,7 @@ def _by_set(losses: ExampleSets, args: Args, plan: Plan) -> dict[str, tuple[Args
     counts, scale = losses.counts(tuple(batch)), plan.scale
     scales = [scale] * len(counts)
     if scale is not None and scale.ndim:
-        leaves, _ = floating_leaves(params, plan.where)
+        leaves, _ = floating_leaves(params)
         scales = list(row_scales(plan, sum(counts.values()), leaves[0]).split(list(counts.values())))
     own = losses.batches(tuple(batch))
     return {name: ((params, *own[name]), plan._replace(scale=mine)) for name, mine in zip(counts, scales, strict=True)}
@@ -108,7 +109,7 @@ def _added(directions: Sequence[Direction]) -> Direction:
 def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosses:
     if extras.takes_buffers:
         raise ValueError(
-            f"{extras.where}: expected per_example losses of one kind, since those by name take no buffers, found "
+            f"{here()}: expected per_example losses of one kind, since those by name take no buffers, found "
             f"buffers with losses {sorted(losses.parts)}. Pass them as constants, or one loss for all examples."
         )
     given = losses.batches(batch)
@@ -121,7 +122,7 @@ def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosse
     return CarryingLosses(ExampleSets(parts, join), batch, partial(checked_buffers, extras))
 
 
-def _sample(losses: ExampleSets, args: Args, _where: str) -> tuple[Any, Args]:
+def _sample(losses: ExampleSets, args: Args) -> tuple[Any, Args]:
     """The first example of each set."""
     params, *batch = args
     own = {name: losses.parts[name].examples(given)[0] for name, given in losses.batches(tuple(batch)).items()}

@@ -61,7 +61,7 @@ class Kind(NamedTuple):
         expected_m: `expected_m(losses, batch, others)`: the number m as far as shapes tell it, else an estimate; so
             many leaves have no rows.
         carrying: `carrying(losses, batch, extras)`: the losses, with or without buffers and aux, as `CarryingLosses`.
-        sample: `sample(losses, args, where) -> (losses, args)`: a plain function and its arguments, for a look at the
+        sample: `sample(losses, args) -> (losses, args)`: a plain function and its arguments, for a look at the
             graph by the function that the user called.
         over_shards: `over_shards(losses, chosen, enter)`: the losses as functions of shards, made of their functions of
             whole parameters by `enter(f, chosen)`; None: parameters may not be sharded.
@@ -77,7 +77,7 @@ class Kind(NamedTuple):
     # Not known before the losses are evaluated: four are usual.
     expected_m: Callable[[Any, Args, int], int] = lambda _losses, _batch, _others: 4
     carrying: Callable[[Any, Args, Extras], CarryingLosses] = carrying_losses
-    sample: Callable[[Any, Args, str], tuple[Callable[..., Any], Args]] = lambda losses, args, _where: (losses, args)
+    sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]] = lambda losses, args: (losses, args)
     over_shards: Callable[..., Any] | None = None
     rows_are_examples: bool = False
     several_sets: bool = False
@@ -88,7 +88,7 @@ class Kind(NamedTuple):
         def by_rows() -> FoundGramian:
             return gramian_from_rows(self.jacobian(losses, args, plan._replace(mode="auto")), plan)
 
-        chosen, _ = select_arguments(plan.argnums, args, plan.where)
+        chosen, _ = select_arguments(plan.argnums, args)
         first = next(iter(tree_leaves(chosen)), None)
         narrow = isinstance(first, Tensor) and not (first.is_cpu or has_float64(first.device))
         layered = self.layered
@@ -103,7 +103,6 @@ class Kind(NamedTuple):
         return attempt(
             partial(layered, losses, args, plan._replace(journal=journal)),
             by_rows,
-            where=plan.where,
             instead="evaluates the losses again and forms all rows, as engine='jacobian' does at once, which takes "
             "memory for [m, n]",
             journal=journal,
@@ -151,7 +150,7 @@ def gramian_from_rows(found: FoundJacobian, plan: Plan) -> FoundGramian:
     rows, heads = split_heads(jacobian)
     if plan.products == "factors":
         return [[leaf] for leaf in tree_leaves(rows)], values, aux, partial(combine, rows)
-    products, pull = products_and_pullback(plan.where, rows, plan.products, plan.groups)
+    products, pull = products_and_pullback(rows, plan.products, plan.groups)
     if not heads:
         return products, values, aux, pull
     # With a scale for each row, the rows tell by themselves what overflowed in the heads.
@@ -170,27 +169,25 @@ def _weighted_from_rows(found: FoundJacobian, plan: Plan) -> FoundWeighted:
     rows = tree_map(at_least_float32, jacobian)
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:  # noqa: ARG001
-        check_weights(plan.where, weights, objective_count(values))
+        check_weights(weights, objective_count(values))
         return combine(rows, weights), finite
 
     return values, aux, pullback
 
 
-def products_and_pullback(
-    where: str, rows: Tree, needed: str, groups: Any
-) -> tuple[Products, Callable[[Any], Direction]]:
+def products_and_pullback(rows: Tree, needed: str, groups: Any) -> tuple[Products, Callable[[Any], Direction]]:
     """The inner products of rows, or their squared norms, by group if there are groups, and `combine` of the rows as
     at least float32.
     """
     if groups is not None:
-        found = {key: products_and_pullback(where, rows[key], own, None) for key, _, own in groups}
+        found = {key: products_and_pullback(rows[key], own, None) for key, _, own in groups}
         return {key: products for key, (products, _) in found.items()}, lambda weights: {
             key: found[key][1](weights[key]) for key in rows
         }
     with autocast_disabled():
         leaves, structure = tree_flatten(rows)
         if not any_sharded(leaves):
-            return products_of_rows(where, leaves, structure, needed)
+            return products_of_rows(leaves, structure, needed)
         whole = tree_map(at_least_float32, rows)
         products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
-        return products, partial(combined, where, whole)
+        return products, partial(combined, whole)

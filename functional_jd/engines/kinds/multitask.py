@@ -59,6 +59,7 @@ from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAnd
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.callers import here
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -116,7 +117,7 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
     reached = [at_least_float32(row) for row in rows if row is not None]
     if any(row.is_complex() for row in reached):
         raise ValueError(
-            f"{plan.where}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
+            f"{here()}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
             "engine='jacobian'."
         )
     products = gramian_of(reached) if reached else torch.zeros_like(scales.diag(), dtype=torch.float64)
@@ -126,7 +127,7 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
     def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
         common = common_scale(weights, scales, plan)
         own = (weights.double() * common).to(weights.dtype)
-        summed = iter(combined(plan.where, reached, own, wide=True))
+        summed = iter(combined(reached, own, wide=True))
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
         trunk, finite = unscaled(common, dense(point.trunk.pullback(cotangent, last=True), point.shared[0]), plan)
@@ -169,11 +170,11 @@ def _weighted_by_scales(point: _Point, plan: Plan) -> Pullback:
     reached, found_structure = tree_flatten([row for row in rows if row is not None])
     largest, pull = scales, lambda _: []
     if reached:
-        largest, pull = products_of_rows(plan.where, reached, found_structure, "magnitudes")
+        largest, pull = products_of_rows(reached, found_structure, "magnitudes")
     rows_finite = largest < torch.inf
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
-        check_weights(plan.where, weights, len(scales))
+        check_weights(weights, len(scales))
         own = weights.to(torch.promote_types(largest.dtype, scales.dtype)) / scales
         inverse = common_inverse(own)
         summed = iter(pull(own / inverse))
@@ -193,9 +194,9 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
     if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
         batch = [*map(own_containers, batch)]
     shared_params, heads_params = losses.split(params)
-    shared, shared_structure = floating_leaves(shared_params, f"{plan.where} (shared)")
+    shared, shared_structure = floating_leaves(shared_params, part=" (shared)")
     # Heads may be losses only, without a parameter of their own.
-    own, own_structure = floating_leaves(heads_params, f"{plan.where} (heads)", some=False)
+    own, own_structure = floating_leaves(heads_params, part=" (heads)", some=False)
     inside: list[Tensor] = []
 
     def trunk(inputs: list[Tensor], recorder: LayerRecorder | None = None) -> tuple[list[Tensor], Any]:
@@ -219,7 +220,7 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
         mine = tree_unflatten(own_structure, inputs[: len(own)])
         outputs, extra = evaluate_losses(losses.heads, (mine, features, *batch), plan)
         if below.inputs:  # a graph of plain autograd
-            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], inside, plan)
+            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], inside)
         return outputs, extra
 
     looped = plan.mode in ("auto", "loop")
@@ -227,7 +228,7 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
     return _Point(below, above, (shared, shared_structure), (own, own_structure), recording)
 
 
-def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor], plan: Plan) -> None:
+def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor]) -> None:
     """The gradient of the trunk goes through the features. What the trunk leaves elsewhere would have none."""
     leaves = [x for x in values if x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
@@ -235,7 +236,7 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
     for node in graph_nodes(leaves, features):
         if node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves:
             raise ValueError(
-                f"{plan.where}: the losses of multitask heads must depend on the trunk by its features only, found "
+                f"{here()}: the losses of multitask heads must depend on the trunk by its features only, found "
                 "a loss that reaches it in another way. Return from features(...) all that the heads use, a loss that "
                 "a module keeps as an attribute too, or write a plain function."
             )
@@ -349,7 +350,7 @@ def _carrying(losses: Multitask, batch: Args, extras: Extras) -> CarryingLosses:
         found = losses.features(shared, *args)
         if not (isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2):
             raise TypeError(
-                f"{extras.where}: with buffers, features must return a pair (features, buffers), found "
+                f"{here()}: with buffers, features must return a pair (features, buffers), found "
                 f"{type(found).__name__}. Return the buffers unchanged where the trunk has none."
             )
         features, buffers = cast("tuple[Any, Any]", found)

@@ -34,6 +34,7 @@ from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers, is_key, with_carried
 from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
 from functional_jd.random import split
+from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import as_batch, transform_level
 from functional_jd.torch_compat.watching import StateJournal
@@ -43,7 +44,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     """One row per example: m small backward passes at the price of one."""
     plan = plan._replace(examples=True)
     params, *batch = args
-    leaves, structure = floating_leaves(params, plan.where)
+    leaves, structure = floating_leaves(params)
     m = losses.count(tuple(batch))
     factors = row_scales(plan, m, leaves[0])
     if not torch.compiler.is_compiling():  # which never evaluates twice
@@ -83,7 +84,7 @@ def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
 
 
 def _gramian_eager(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
-    leaves, structure = floating_leaves(params, plan.where)
+    leaves, structure = floating_leaves(params)
     m, dims = losses.count(batch), losses.dims(batch)
     recording = new_recording()
     constants = [x.detach().requires_grad_() for x in leaves]
@@ -105,7 +106,7 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, plan: Plan) ->
 
 
 def _gramian_traced(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
-    leaves, structure = floating_leaves(params, plan.where)
+    leaves, structure = floating_leaves(params)
     m = losses.count(batch)
     found: list[Recording] = []
     reached: list[bool] = []
@@ -136,7 +137,7 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass through the graph of the batch, not m small ones."""
     plan = plan._replace(examples=True)
     params, *batch = args
-    leaves, structure = floating_leaves(params, plan.where)
+    leaves, structure = floating_leaves(params)
     compiling = torch.compiler.is_compiling()
 
     def evaluated(losses: Any) -> Vjp:
@@ -159,7 +160,7 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
             # What recomputes in the backward pass, as checkpoints do, is then no longer inside vmap.
             if not all(map(torch.equal, before, after)):
                 raise RuntimeError(
-                    f"{plan.where}: expected losses of examples that vmap can differentiate, or that draw no random "
+                    f"{here()}: expected losses of examples that vmap can differentiate, or that draw no random "
                     "numbers, found neither (activation checkpointing with dropout?). Take rows, step(..., "
                     "engine='jacobian'), which evaluates and differentiates one example after the other."
                 )
@@ -172,7 +173,7 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
             return gradient
 
         instead = "evaluates the losses again, example by example, and differentiates that"
-        return batched() if compiling else attempt(batched, again, where=plan.where, instead=instead)
+        return batched() if compiling else attempt(batched, again, instead=instead)
 
     return *point.extra, partial(pulled, point._replace(pullback=pullback), leaves, structure, plan)
 
@@ -215,7 +216,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
     return CarryingLosses(PerExample(loss, dims, empty), (own_keys, extras.buffers, *batch), next_buffers)
 
 
-def _sample(losses: PerExample, args: Args, _where: str) -> tuple[Any, Args]:
+def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
     """The first example stands for all: they have one graph."""
     params, *batch = args
     return losses.of_one, (params, *losses.examples(tuple(batch))[0])

@@ -17,8 +17,8 @@ from functional_jd.engines.vjp import vjp
 
 def _of_leaves(losses: Any, args: Args, plan: Plan) -> tuple[Recorded, list[Tensor], Structure]:
     """The losses as a function of the leaves of what is differentiated, these leaves, and their structure."""
-    chosen, rebuild = select_arguments(plan.argnums, args, plan.where)
-    leaves, structure = floating_leaves(chosen, plan.where)
+    chosen, rebuild = select_arguments(plan.argnums, args)
+    leaves, structure = floating_leaves(chosen)
 
     def f(inputs: list[Tensor], recorder: LayerRecorder | None = None) -> tuple[list[Tensor], Any]:
         return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), plan, recorder)

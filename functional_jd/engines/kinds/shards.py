@@ -18,7 +18,7 @@ from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import CarryingLosses, Extras
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import Sharded, no_sharded_form
-from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
+from functional_jd.torch_compat.callers import SlowPathWarning, here, user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 
 
@@ -34,27 +34,27 @@ def sharded(inner: Kind) -> Kind:
     )
 
 
-def _form(inner: Kind, losses: Sharded, where: str) -> Callable[..., Any]:
+def _form(inner: Kind, losses: Sharded) -> Callable[..., Any]:
     """How losses of this kind become those of shards. Raises ValueError for a kind that does not say it."""
     if inner.over_shards is None:
         of = "per_example losses" if inner.rows_are_examples else f"those of {type(losses.losses).__name__}"
-        raise no_sharded_form(where, of)
+        raise no_sharded_form(of)
     return inner.over_shards
 
 
 def _jacobian(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundJacobian:
     """The rows of the shards."""
-    chosen, _ = select_arguments(plan.argnums, args, plan.where)
+    chosen, _ = select_arguments(plan.argnums, args)
     if plan.argnums != 0 and inner is not PLAIN:
         raise ValueError(
-            f"{plan.where}: expected argnums=0, for sharded parameters of losses with a structure, found "
+            f"{here()}: expected argnums=0, for sharded parameters of losses with a structure, found "
             f"{plan.argnums}. Pass a plain function."
         )
     asked = plan.mode
     opened, args, plan, gathers = _opened(inner, losses, args, plan)
     if losses.mesh is None and asked == "auto":
         warnings.warn(
-            f"{plan.where}: differentiates one row after the other, which takes m backward passes, because the "
+            f"{here()}: differentiates one row after the other, which takes m backward passes, because the "
             "losses compute with DTensors themselves.",
             SlowPathWarning,
             stacklevel=user_level(),
@@ -69,7 +69,7 @@ def _jacobian(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundJaco
 def _weighted(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass on the shards."""
     params = args[0]
-    leaves, _ = floating_leaves(params, plan.where)
+    leaves, _ = floating_leaves(params)
     opened, args, plan, _ = _opened(inner, losses, args, plan._replace(groups=None))
     values, aux, pull = inner.weighted(opened, args, plan)
 
@@ -87,19 +87,19 @@ def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, 
     """
     if under_transform():
         raise ValueError(
-            f"{plan.where}: expected no transform around a function of sharded parameters, found one of torch.func "
+            f"{here()}: expected no transform around a function of sharded parameters, found one of torch.func "
             "or torch.compile. Call it outside."
         )
     if losses.mesh is None and plan.mode == "vmap":
-        raise ValueError(f"{plan.where}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
+        raise ValueError(f"{here()}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
     argnums = plan.argnums
     at = [position % len(args) for position in ([argnums] if isinstance(argnums, int) else argnums)]
     for position in at:
-        floating_leaves(args[position], plan.where)
+        floating_leaves(args[position])
     starting, reshard = plan.starting and losses.mesh is not None, losses.reshard and not plan.differentiable
-    gathers = Gathers(plan.where, losses.mesh, starting, plan.rule, reshard)
+    gathers = Gathers(losses.mesh, starting, plan.rule, reshard)
     likes = [args[position] for position in at]
-    found = losses.of_shards(_form(inner, losses, plan.where), likes, gathers, has_aux=plan.has_aux, at=at)
+    found = losses.of_shards(_form(inner, losses), likes, gathers, has_aux=plan.has_aux, at=at)
     opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
     alone = plan.mode == "auto" and losses.mesh is None
     return found, opened, plan._replace(mode="loop" if alone else plan.mode, on_shards=True), gathers
@@ -124,7 +124,7 @@ def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> Carr
     return CarryingLosses(Sharded(own.losses, losses.mesh, losses.reshard), own.args, next_buffers)
 
 
-def _sample(inner: Kind, losses: Sharded, args: Args, where: str) -> tuple[Any, Args]:
-    gathers = Gathers(where, losses.mesh, losses.mesh is not None, reshard=losses.reshard)
-    opened = losses.of_shards(_form(inner, losses, where), [args[0]], gathers, has_aux=True)
+def _sample(inner: Kind, losses: Sharded, args: Args) -> tuple[Any, Args]:
+    gathers = Gathers(losses.mesh, losses.mesh is not None, reshard=losses.reshard)
+    opened = losses.of_shards(_form(inner, losses), [args[0]], gathers, has_aux=True)
     return opened, (shards_of(args[0]), *args[1:])

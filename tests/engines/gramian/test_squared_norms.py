@@ -26,6 +26,7 @@ from functional_jd.engines.gramian import products
 from functional_jd.engines.gramian.products import Factors, block_of
 from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.objectives import per_example
+from functional_jd.torch_compat.callers import here
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -270,7 +271,7 @@ def test_cauchy_and_schwarz(seed, kind, lean):
 
 def test_falls_back_under_the_name_that_was_called(monkeypatch):
     names, by_rows = [], from_rows.products_and_pullback
-    noted = lambda where, *given, **how: names.append(where) or by_rows(where, *given, **how)
+    noted = lambda *given, **how: names.append(here()) or by_rows(*given, **how)
     monkeypatch.setattr(from_rows, "products_and_pullback", noted)
     name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
     case = case_of(name, "by_example")

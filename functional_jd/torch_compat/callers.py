@@ -1,0 +1,58 @@
+"""Who called: the name that begins an error or a warning, and the line of the user to which a warning points."""
+
+import contextlib
+import re
+import sys
+from inspect import currentframe
+from pathlib import Path
+from types import FrameType, ModuleType
+
+import torch
+
+_ROOT = __name__.partition(".")[0]
+_OURS = str(Path(__file__).parents[1])
+_HOSTS = str(Path(torch.__file__).parent), contextlib.__file__
+_SPEAK_FOR_OTHERS = {"require"}  # public functions that are called by what a step calls
+
+
+class SlowPathWarning(UserWarning):
+    """An engine gave up its fast way: the numbers are the same, the price is not."""
+
+
+def here() -> str:
+    """The name of the public function that the user called, for errors and warnings: the innermost on the stack.
+
+    What `jacobian_fn` returned is called "jacobian_fn", and a `PerExample` "per_example". What a rule or an optimizer
+    is made of takes the name of the function that calls it. What torch.compile traces has no stack.
+    """
+    builder = ""
+    frame = None if torch.compiler.is_dynamo_compiling() else currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS) and (name := _public_name(frame)):
+            if frame.f_code.co_qualname == name:
+                return name
+            builder = name
+        elif builder and not file.startswith((_OURS, *_HOSTS)):
+            break
+        frame = frame.f_back
+    return builder or _ROOT
+
+
+def _public_name(frame: FrameType) -> str:
+    """The function or builder whose code runs in a frame, if a table of contents lists it; else `""`."""
+    first = frame.f_code.co_qualname.partition(".")[0]
+    name = re.sub(r"\B(?=[A-Z])", "_", first).lower()
+    root = sys.modules[_ROOT]
+    tables = [root, *(value for value in vars(root).values() if isinstance(value, ModuleType))]
+    listed = [vars(table)[x] for table in tables for x in (first, name) if x in vars(table).get("__all__", ())]
+    own = frame.f_globals.get(first), frame.f_globals.get(name)
+    return name if name not in _SPEAK_FOR_OTHERS and any(x is y for x in listed for y in own) else ""
+
+
+def user_level() -> int:
+    """The `stacklevel` of the nearest caller outside this package and torch."""
+    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _HOSTS[0])):
+        frame, level = frame.f_back, level + 1
+    return level
