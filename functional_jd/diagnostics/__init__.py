@@ -2,5 +2,6 @@
 
 from functional_jd.diagnostics.advise import Advice, advise, describe
 from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
+from functional_jd.diagnostics.linearity import linear_backward
 
-__all__ = ["Advice", "Diagnosis", "advise", "describe", "diagnose"]
+__all__ = ["Advice", "Diagnosis", "advise", "describe", "diagnose", "linear_backward"]
