@@ -10,7 +10,7 @@ from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.core.arguments import POSITIVE, Number, number
 from functional_jd.core.safe import divide
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.damped import damped_weights
+from functional_jd.solvers.spectral import damped_weights
 
 _View = tuple[Gramian, Tensor]
 

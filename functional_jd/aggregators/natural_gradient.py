@@ -7,8 +7,7 @@ from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, number
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.damped import damped_weights
-from functional_jd.solvers.spectral import largest_eigenvalue, pseudo_inverse
+from functional_jd.solvers.spectral import damped_weights, largest_eigenvalue, pseudo_inverse
 
 
 def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggregator:

@@ -22,15 +22,9 @@ def solve_by_numbers(
 ) -> tuple[Tensor, Tensor] | None:
     """Solve the problems of `linear_complementarity` by block principal pivoting, with a factor for each active set.
 
-    Args:
-        matrix: float64 `[b, m, m]`, on a CPU.
-        offset: float64 `[b, k, m]`.
-        allowed: bool `[b, k, m]`.
-        inverses: whether to return the inverses.
-
-    Returns:
-        s `[b, k, m]`, and the inverses of the active parts of the matrices, else zero, `[b, k, m, m]`, or empty. `None`
-        where values may not be read or are not finite, rows are ill-conditioned, or exchanges go round.
+    The matrices are float64 `[b, m, m]` on a CPU, the offsets `[b, k, m]`. Returns s, and the inverses of the active
+    parts of the matrices, else zero, `[b, k, m, m]`, or empty; `None` where values may not be read or are not finite,
+    rows are ill-conditioned, or exchanges go round.
     """
     m = offset.shape[-1]
     if type(matrix) is not Tensor or type(offset) is not Tensor or dispatch_modes():

@@ -105,7 +105,9 @@ def _search(
         found = solve_by_numbers(*inputs, inverses)
     if found is None:
         found = _by_pivots(*inputs) if fixed else _by_tensors(*inputs, inverses)
-        found = _with_nan(*inputs[:2], found[0]), found[1]
+        # NaN where `M s + q` is not finite.
+        sums = torch.baddbmm(inputs[1], found[0], inputs[0]).sum(-1, keepdim=True)
+        found = torch.add(found[0], sums, alpha=0), found[1]
     s, inverse = found
     return s.view(offset.shape), inverse.view(*offset.shape, m) if inverses else inverse
 
@@ -125,11 +127,6 @@ _opaque_search = opaque(
     lambda _, q, allowed: (q.new_empty(allowed.shape), q.new_empty(*q.shape, q.shape[-1])),
     inputs=3,
 )
-
-
-def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
-    """s, but NaN where `M s + q` is not finite."""
-    return torch.add(s, torch.baddbmm(q, s, M).sum(-1, keepdim=True), alpha=0)
 
 
 def _by_pivots(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,12 +25,8 @@ steps, without a synchronization."""
 def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inputs: int) -> Callable[..., Any]:
     """A search as custom operators, which may branch on values: transforms and tracers do not enter them.
 
-    Args:
-        name: of the operator, unique.
-        search: a function of tensors `[*, ...]` and of a flag `fixed`: unless that is set, it may look at values. It
-            returns tensors with the same batch dimensions, constant to derivatives.
-        fake: a function of the tensors that returns empty ones, like the results of `search`.
-        inputs: the number of tensors.
+    `search` takes so many tensors `[*, ...]` and a flag `fixed`: unless that is set, it may look at values. It returns
+    tensors with the same batch dimensions, constant to derivatives; `fake` returns empty ones like these.
 
     Returns:
         A function `run(*tensors, solver)`; its attribute `op` is the operator that searches on the host.

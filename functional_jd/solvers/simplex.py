@@ -11,15 +11,10 @@ def simplex_projection(points: Tensor) -> Tensor:
 
     `w = max(y - theta, 0)` with `theta = max_k (y_(1) + ... + y_(k) - 1) / k` over the k largest entries.
 
-    Args:
-        points: y, float64 `[*, m]`.
-
-    Returns:
-        `[*, m]`, NaN in rows that are not finite.
-
     Laws:
-        Idempotent; invariant to adding one number to all entries. Sums to one also where entries are huge. Composes
-        with vmap, grad, jvp, compile; derivatives are correct where the set of positive entries does not change.
+        Float64 `[*, m]`, NaN in rows that are not finite. Idempotent; invariant to adding one number to all entries.
+        Sums to one also where entries are huge. Composes with vmap, grad, jvp, compile; derivatives are correct where
+        the set of positive entries does not change.
 
     Source:
         Held, Wolfe & Crowder, Validation of subgradient optimization, 1974: the algorithm that sorts. The quotients
@@ -28,11 +23,8 @@ def simplex_projection(points: Tensor) -> Tensor:
     shifted = points - points.amax(-1, keepdim=True)  # keeps entries near the largest exact
     largest = shifted.sort(-1, descending=True).values
     counts = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
-    theta = ((running_sum(largest) - 1) / counts).amax(-1, keepdim=True)
+    # On accelerators sums by a product: torch refuses cumsum where it shall be deterministic.
+    sums = largest.cumsum(-1) if largest.is_cpu else largest @ largest.new_ones(len(counts), len(counts)).triu()
+    theta = ((sums - 1) / counts).amax(-1, keepdim=True)
     # An entry of minus infinity would otherwise get weight 0.
     return with_nan_of((shifted - theta).clamp(min=0), largest[..., -1:])
-
-
-def running_sum(x: Tensor) -> Tensor:
-    """`cumsum` of the last dimension; on accelerators a product: torch refuses it where it shall be deterministic."""
-    return x.cumsum(-1) if x.is_cpu else x @ x.new_ones(x.shape[-1], x.shape[-1]).triu()

@@ -1,18 +1,22 @@
-"""Functions of a positive semi-definite matrix, with eigenvalues at rounding level treated as zero."""
+"""Functions of a positive semi-definite matrix, with eigenvalues at rounding level treated as zero, and solutions of
+`(A + damping 1) x = b` by Cholesky's decomposition.
+"""
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.safe import divide, nan_unless
+from functional_jd.core.safe import divide, nan_unless, nonzero
 from functional_jd.solvers.search import solve
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
-# Eigenvalues below this fraction of the largest, times m, are rounding.
+# Eigenvalues below this fraction of the largest, times m, are rounding, of the matrix and of its decomposition.
 _CUT = 8 * torch.finfo(torch.float64).eps
 # The eigenvalues that are kept are larger than those dropped by this factor where the rank is clear.
 _GAP = 1e3
 # Traces of inverses, which bound the largest eigenvalue, up to which solving by Cholesky factors is as good as exact.
 _WELL_CONDITIONED = 1e6
+# How much of `J'x` may be the rounding of a part of x that `J'` maps to zero.
+_LOST = 1e-10
 
 
 def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,15 +28,10 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     zero except for its derivatives. Two steps of `Y <- Y (2 - S Y)`, that change derivatives only, give those of
     `S^-1`.
 
-    Args:
-        matrix: A, float64 `[*, m, m]`, symmetric positive semi-definite.
-
-    Returns:
-        float64 `[*, m, m]` each; NaN where the matrix is not finite.
-
     Laws:
-        Composes with vmap, grad, jvp, compile. First and second derivatives are correct where the rank is constant,
-        also at repeated eigenvalues. The decomposition synchronizes with the device.
+        Float64 `[*, m, m]`; NaN where the matrix is not finite. Composes with vmap, grad, jvp, compile. First and
+        second derivatives are correct where the rank is constant, also at repeated eigenvalues. The decomposition
+        synchronizes with the device.
     """
     finite_matrix, finite = _finite_or_identity(matrix)
     spectrum, V, kept, change = _eigenbasis(finite_matrix)
@@ -57,6 +56,48 @@ def has_clear_rank(matrix: Tensor) -> bool:
     kept = spectrum > _CUT * len(spectrum) * spectrum[-1]
     largest_dropped = torch.where(kept, 0, spectrum.abs()).amax()
     return bool(~kept[0] & (torch.where(kept, spectrum, torch.inf).amin() > _GAP * largest_dropped))
+
+
+def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
+    """Solve `(A + damping 1) x = b` for a Gramian `A = J J'`, where `J'x` is what counts.
+
+    With `b = b_1 + b_0`, b_0 out of the range of A, x holds `b_0 / damping`, which `J'` maps to zero but for rounding.
+    If that rounding is more than 1e-10 of `J'x`, and the rank of A is clear, x is the solution for `b_1`, by the
+    pseudo-inverse, without a ridge.
+
+    Arguments, results and laws are those of `damped_solve`, which it is under transforms and off the CPU, where values
+    cannot be looked at for nothing. The rank is constant to derivatives.
+    """
+    x = damped_solve(matrix, b, damping)
+    if not may_be_read(matrix):
+        return x
+    at, A = x.detach(), matrix.detach()
+    lost = torch.finfo(torch.float64).eps ** 2 * A.trace() * (at @ at)
+    if not (lost > _LOST**2 * (at @ (A @ at))).item() or not has_clear_rank(A):
+        return x
+    inverse, _ = pseudo_inverse(matrix)
+    # 1 / (a + damping) of every eigenvalue a that is kept, from 1 / a.
+    return damped_solve(damping * inverse, inverse @ b, 1.0)
+
+
+def damped_solve(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
+    """Solve `(A + (damping + ridge) 1) x = b`.
+
+    The ridge, `8 m eps` times the largest entry of the diagonal, keeps the decomposition from breaking down where the
+    damping is below the rounding of a singular A. For m = 600 it is at most 1e-12 of the largest eigenvalue.
+
+    Laws:
+        Float64 `[m]`; NaN where an input is not finite. Linear in b. Composes with vmap, grad, jvp, compile, without
+        synchronization. The ridge is constant to derivatives.
+    """
+    m = len(b)
+    ridge = _CUT * m * nonzero(matrix.detach().diagonal().amax())
+    shift = damping + ridge
+    # Without a matrix of zeros to be added.
+    shifted = torch.diagonal_scatter(matrix, matrix.diagonal() + shift)
+    factor, info = torch.linalg.cholesky_ex(shifted)
+    # What is not finite stops the decomposition halfway, and leaves numbers that mean nothing.
+    return nan_unless((info == 0) & (matrix.sum() + shift).isfinite(), solve(factor, b))
 
 
 def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
@@ -93,11 +134,9 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
     The eigenvectors V are constant to derivatives. In their basis two chord steps solve `X A X = 1` on the range: the
     k-th step makes the k-th derivative correct there, also at repeated eigenvalues.
 
-    Args:
-        matrix: A, float64 `[*, m, m]`, symmetric positive semi-definite.
-
     Returns:
-        `[*, m, m]` and the eigenvalues `[*, m]`, ascending, 0 at rounding level; NaN where the matrix is not finite.
+        Float64 `[*, m, m]` and the eigenvalues `[*, m]`, ascending, 0 at rounding level; NaN where the matrix is not
+        finite.
 
     Laws:
         Composes with vmap, grad, jvp, compile. First derivatives are correct where the rank is constant, second ones

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import jacfwd, jacrev
 
-from functional_jd.solvers.damped import damped_solve, damped_weights
+from functional_jd.solvers.spectral import damped_solve, damped_weights
 from functional_jd.testing.strategies import gramians
 
 
