@@ -152,7 +152,8 @@ class Held:
     def _copies(self) -> dict[str, Tensor]:
         """Copies of the buffers, new ones once something that ran again has changed them."""
         if self.counts != _counts(self.copies):
-            self.copies = dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
+            with torch_function_disabled():
+                self.copies = dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
             self.counts = _counts(self.copies)
         return self.copies
 
