@@ -61,6 +61,7 @@ REPORTS = [
     ROOT / "tests/benchmarks/REPORT.md",
     ROOT / "tests/evidence/REPORT.md",
     ROOT / "tests/claims/LAWS_OF_TORCHJD.md",
+    ROOT / "tests/engines/OWN_KIND.md",
 ]
 BLOCKS = [
     (path, *block)

@@ -13,7 +13,7 @@ import functional_jd as jd
 from functional_jd.engines import PLAIN, Declared, Kind
 from functional_jd.objectives import Multitask
 
-PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
+PAGE = Path(__file__).parent / "OWN_KIND.md"
 
 
 @pytest.fixture(scope="module")
