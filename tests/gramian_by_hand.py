@@ -204,30 +204,6 @@ def tangent(params, x):
     return torch.func.jvp(lambda x: torch.tanh(F.linear(x, params["w"])), (x,), (torch.ones_like(x),))[1]
 
 
-def expectation_by_finite_differences(case):
-    """Row by row, in float64, of losses in sorted order."""
-    flat, spec = _pytree.tree_flatten(case.params)
-    columns = []
-    for k, leaf in enumerate(flat):
-        for index in range(leaf.numel()):
-            move = torch.zeros(leaf.numel(), dtype=leaf.dtype)
-            move[index] = 1e-6
-            ends = []
-            for sign in (1, -1):
-                moved = [x + sign * move.reshape(x.shape) if i == k else x for i, x in enumerate(flat)]
-                values = case.losses(_pytree.tree_unflatten(moved, spec), *case.args)
-                ends.append(torch.cat([y.reshape(-1) for y in leaves(values)]))
-            columns.append((ends[0] - ends[1]) / 2e-6)
-    names = [path for path, _ in _pytree.tree_flatten_with_path(case.params)[0]]
-    sizes = [leaf.numel() for leaf in flat]
-    by_leaf = dict(zip(map(str, names), torch.stack(columns, 1).split(sizes, 1), strict=True))
-    ordered = [by_leaf[name] for name in sorted(by_leaf)]
-    heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
-    gramian = sum(r @ r.mT for r in ordered[heads:])
-    weights = weights_for(case)
-    return gramian, [r.sum(0) if i < heads else weights @ r for i, r in enumerate(ordered)]
-
-
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that any op makes, views aside."""
 

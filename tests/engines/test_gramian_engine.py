@@ -13,14 +13,12 @@ from gramian_by_hand import (
     both_prices,
     close,
     expectation,
-    expectation_by_finite_differences,
     found,
     gramian_fn,
     model_of,
     network,
     priced,
     refuse_all_rows,
-    tangent,
     weights_for,
     wide,
 )
@@ -118,8 +116,7 @@ def counted(params, x):
 def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch):
     priced(monkeypatch, lean)
     case = KINDS[kind](model_of(predict))
-    expected = expectation_by_finite_differences(case) if predict is tangent else expectation(case)
-    agree(found(case), expected, 1e-6, 1e-6)
+    agree(found(case), expectation(case))
 
 
 @pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
