@@ -4,19 +4,15 @@ import pytest
 import torch
 from bounds import check_products, check_within, sum_bound
 from gramian_by_hand import (
-    STEPS,
-    STRANGE,
     WEIGHTS,
     F,
     Largest,
     agree,
-    both_prices,
     close,
     expectation,
     found,
     gramian_fn,
     model_of,
-    network,
     priced,
     refuse_all_rows,
     weights_for,
@@ -38,19 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 
 # Networks at random
-
-
-@given(
-    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=5),
-    kind=st.sampled_from(sorted(KINDS)),
-    lean=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, lean, seed):
-    case = network(steps, kind, seed)
-    with pytest.MonkeyPatch.context() as patch:
-        priced(patch, lean)
-        agree(found(case), expectation(case))
 
 
 @given(
@@ -108,15 +91,6 @@ def test_convolutions_of_every_make(dims, kernel, stride, padding, dilation, gro
 
 def counted(params, x):
     return F.embedding(torch.tensor([[0], [1], [1], [1]]), params["w"], scale_grad_by_freq=True)[: len(x), 0] * x
-
-
-@both_prices
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("predict", STRANGE.values(), ids=STRANGE)
-def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch):
-    priced(monkeypatch, lean)
-    case = KINDS[kind](model_of(predict))
-    agree(found(case), expectation(case))
 
 
 @pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")

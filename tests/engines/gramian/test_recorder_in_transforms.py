@@ -8,8 +8,10 @@ from gramian_by_hand import (
     Largest,
     agree,
     expectation,
+    found,
     model_of,
     network,
+    priced,
     refuse_all_rows,
     weights_for,
     wide,
@@ -67,6 +69,7 @@ def compiled(case, backend="aot_eager"):
 
 
 AROUND = {"asking": asking, "replicas": replicas}
+ANYWHERE = AROUND | {"alone": found}
 everywhere = pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 
 
@@ -118,15 +121,19 @@ def test_compiles_over_replicas():
 
 
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=4),
+    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=5),
     kind=st.sampled_from(sorted(KINDS)),
-    around=st.sampled_from(sorted(AROUND)),
+    around=st.sampled_from(sorted(ANYWHERE)),
+    lean=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, around, seed):
-    steps = [step for step in steps if step[0] != "hidden"]  # a custom function in the old manner
+def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, around, lean, seed):
+    if around != "alone":
+        steps = [step for step in steps if step[0] != "hidden"]  # a custom function in the old manner
     case = network(steps, kind, seed)
-    agree(AROUND[around](case), expectation(case))
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        agree(ANYWHERE[around](case), expectation(case))
 
 
 # What taps must not overlook
@@ -156,14 +163,17 @@ def overwritten(params, x):
 ODD = {f.__name__: f for f in (*STRANGE.values(), changed_copy, changed_source, overwritten)}
 
 
-@everywhere
+@pytest.mark.parametrize("around", ANYWHERE.values(), ids=ANYWHERE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("predict", ODD.values(), ids=ODD)
-def test_uses_that_no_tap_may_take_alone_count(predict, kind, around):
+def test_uses_that_no_tap_may_take_alone_count(predict, kind, around, monkeypatch):
     if predict.__name__ == "penalty" and around is replicas:
         pytest.skip("plain autograd within torch.func")
     case = KINDS[kind](model_of(predict))
-    agree(around(case), expectation(case))
+    for lean in (True, False) if around is found else (True,):
+        if around is found:
+            priced(monkeypatch, lean)
+        agree(around(case), expectation(case))
 
 
 @pytest.mark.parametrize("name", ["functional_penalty", "mapped", "half_frozen", "overwritten"])
