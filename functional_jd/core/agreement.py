@@ -24,11 +24,8 @@ _FIRST, _BITS = 1000, 24
 def check_alike(parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
     """Raise ValueError, on all ranks, unless each part has the same description on all: one exchange of digests.
 
-    Args:
-        parts: by what it is called, what must be alike; the same number of parts on all ranks.
-        least: the smallest values over the ranks.
-        device: where the ranks' collectives take tensors.
-        cure: what to do.
+    `parts` are named by what must be alike, as many on all ranks; `least` finds the smallest values over the ranks;
+    `device` is where their collectives take tensors.
     """
     digests = [_digest(repr(part)) for part in parts.values()]
     found = least(torch.tensor([[digest, -digest] for digest in digests], device=device)).tolist()
@@ -65,13 +62,9 @@ def means_if_alike(
 
     Args:
         values: floating-point tensors, at least one.
-        parts: by what it is called, what must be alike, in words: one or two, as many on all ranks.
+        parts: by what it is called, what must be alike, in words: one or two, as many on all ranks. If they differ, a
+            ValueError on all ranks.
         mean: the mean over the ranks of a tensor.
-        ranks: how many ranks there are.
-        cure: what to do.
-
-    Raises:
-        ValueError: parts that differ, on all ranks.
     """
     sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
     first, rest = sent[:_FIRST], sent[_FIRST:]
@@ -106,7 +99,6 @@ def description(value: Any, keys: bool = True, waiting: bool = True, depth: int 
             they capture too, others by where they were written.
         keys: whether int64 tensors `[2]` count by their values.
         waiting: whether those on an accelerator do, which waits for it.
-        depth: how deep this value stands in another.
     """
     if depth > _DEEPEST or value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value if depth <= _DEEPEST else "..."
@@ -130,11 +122,7 @@ def description(value: Any, keys: bool = True, waiting: bool = True, depth: int 
 
 def function_names(value: Any, of_users: bool = True, depth: int = 0) -> list[str]:
     """The names of the functions and classes that a rule or an optimizer is made of, whatever its hyper-parameters.
-
-    Args:
-        value: the rule or the optimizer, or a part of it.
-        of_users: whether functions that are not the package's own have names, as schedules of a rate need not.
-        depth: how deep this value stands in another.
+    `of_users`: functions that are not the package's own have names too, as schedules of a rate need not.
     """
     if depth > _DEEPEST:
         return []

@@ -88,12 +88,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_integer(name: str, value: Any, least: int, cure: str) -> None:
-    """Refuse what is not an integer of Python from `least` on that fits 32 bits; `bool` is none.
-
-    Raises:
-        TypeError: a tensor.
-        ValueError: another value.
-    """
+    """Raise for what is not an integer of Python from `least` on that fits 32 bits; `bool` is none."""
     if isinstance(value, Tensor):
         refuse(name, "a Python integer, as loops and shapes depend on it", value, cure)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
@@ -103,18 +98,8 @@ def check_integer(name: str, value: Any, least: int, cure: str) -> None:
 def number(name: str, value: Any, domain: Domain, cure: str) -> Any:
     """Check a hyper-parameter: the value of a number; of a tensor only what is known without its value.
 
-    Args:
-        name: its argument, for errors.
-        value: a number, or a floating-point tensor `[]`.
-        domain: the valid numbers.
-        cure: the end of the error: a sentence that tells which number to use.
-
     Returns:
-        The number; or the tensor in float64, NaN outside the domain. Differentiable; nothing is synchronized.
-
-    Raises:
-        TypeError: neither a number nor a floating-point tensor.
-        ValueError: a number outside the domain; a tensor of another shape.
+        The number; or the tensor `[]` in float64, NaN outside the domain. Differentiable; nothing is synchronized.
     """
     if not isinstance(value, Tensor):
         check_number(name, value, domain, cure, "a number or a tensor []")
@@ -127,12 +112,7 @@ def number(name: str, value: Any, domain: Domain, cure: str) -> Any:
 
 
 def check_number(name: str, value: Any, domain: Domain, cure: str, expected: str = "") -> None:
-    """Refuse what is not a number of Python, or not in a domain; NaN and `bool` are none.
-
-    Raises:
-        TypeError: not a number, but `expected`.
-        ValueError: another number.
-    """
+    """Raise for what is not a number of Python, or not in a domain; NaN and `bool` are none."""
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
         refuse(name, expected or domain.expected, value, cure)
     try:

@@ -19,14 +19,8 @@ _MAX_VALUES, _MAX_CHILDREN, MAX_ROWS = 6, 8, 20
 
 
 def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type[Record]]:
-    """Class decorator: display the records of a class as a table.
-
-    Args:
-        table: `table(record) -> Table`: `outline`, `one_line`, or a function for the fields of this class. It must
-            accept fields of any type, as transforms replace them; `has_values` tells whether a tensor can be read.
-
-    Returns:
-        A decorator that adds `__repr__` and `__str__`, and changes nothing else.
+    """Class decorator: display the records of a class by `table(record)`: `outline`, `one_line`, or a function of the
+    class. It must accept fields of any type, as transforms replace them; `has_values` tells whether one can be read.
     """
 
     def decorate(record: type[Record]) -> type[Record]:

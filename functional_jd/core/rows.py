@@ -27,12 +27,7 @@ LEAST_WIDTH = 1 << 10
 
 
 def row_count(jacobian: Tree, leaves: list[Tensor] | None = None) -> int:
-    """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, where they are known.
-
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
-    """
+    """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, if they are known."""
     rows: list[int] = []
     uneven = False  # not from a set or dict of sizes: torch.compile would compile anew for each
     leaves = tree_leaves(jacobian) if leaves is None else leaves

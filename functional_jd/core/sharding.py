@@ -36,8 +36,7 @@ def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
             returns this rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: they are
             what the derivatives of `"sum"` and `"mean"` are adjoint to, the value itself and a share 1/R of it.
         value: the same shape and dtype on all ranks.
-        group: the name of the process group.
-        size: its number of ranks R.
+        group, size: the name of the process group, and its number of ranks R.
     """
     result: Any = _Collective.apply(value, kind, group, size)
     return result
@@ -136,11 +135,8 @@ def shard_of(leaf: Any) -> Any:
 def sharded_as(shard: Tensor, like: Any, rows: int = 0, *, differentiable: bool = False) -> Any:
     """A shard as a leaf with the layout of another.
 
-    Args:
-        shard: what was made of this rank's shard of `like`.
-        like: the leaf that tells mesh, placements and shape.
-        rows: 1 if the shard has a dimension of rows before those of `like`, -1 if it lacks the first one of `like`.
-        differentiable: whether a gradient must go back to the shard.
+    `rows` is 1 if the shard has a dimension of rows before those of `like`, -1 if it lacks the first one of `like`;
+    `differentiable`: a gradient must go back to the shard.
     """
     if type(like) is Tensor or not is_sharded(like):
         return shard
@@ -301,11 +297,8 @@ def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def positions(leaf: Any, rows: int = 0) -> Tensor:
-    """Where the entries of this rank's shard are in the whole leaf, flattened: int64, like the shard.
-
-    Args:
-        leaf: a leaf, sharded or not.
-        rows: 1 to leave out the first dimension, of rows, and count within one row.
+    """Where the entries of this rank's shard are in the whole leaf, flattened: int64, like the shard. `rows=1` leaves
+    out the first dimension, of rows, and counts within one row.
     """
     places = torch.zeros((), dtype=torch.int64, device=leaf.device)
     for index, size in list(enumerate(leaf.shape))[rows:]:

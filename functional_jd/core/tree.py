@@ -67,11 +67,7 @@ def structure_key(structure: Structure) -> tuple[Any, ...]:
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
-    """Return the leaves of a pytree that must have this structure (dicts match by key).
-
-    Raises:
-        ValueError: the pytree has another structure.
-    """
+    """Return the leaves of a pytree that must have this structure (dicts match by key); ValueError for another one."""
     spec, empty, order = structure
     leaves = spec.flatten_up_to(tree)
     if order is not None:
@@ -241,12 +237,7 @@ def tree_difference(expected: Tree, found: Tree) -> str:
 
 
 def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple[list[Tensor], Structure]:
-    """Return the leaves and the structure of a pytree of floating-point tensors.
-
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: there are no leaves, though there must be some.
-    """
+    """Return the leaves and the structure of a pytree of floating-point tensors; raise for any other."""
     leaves, structure = tree_flatten(params)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
@@ -327,15 +318,9 @@ def _sorted_order(spec: Any) -> list[int]:
 
 def _as_dicts(tree: Tree) -> Tree:
     """Return the tree with a dict in the place of each `OrderedDict`."""
-
-    def as_dict(node: Any) -> Any:
-        return {key: _as_dicts(value) for key, value in node.items()} if _is_ordered_dict(node) else node
-
-    return optree.tree_map(as_dict, tree, is_leaf=_is_ordered_dict, namespace=NAMESPACE)
-
-
-def _is_ordered_dict(value: Any) -> bool:
-    return type(value) is OrderedDict
+    is_ordered = lambda node: type(node) is OrderedDict
+    as_dict = lambda node: {key: _as_dicts(x) for key, x in node.items()} if is_ordered(node) else node
+    return optree.tree_map(as_dict, tree, is_leaf=is_ordered, namespace=NAMESPACE)
 
 
 @constant_while_tracing

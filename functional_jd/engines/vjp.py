@@ -10,10 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.engines.plan import Plan
-from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
-from functional_jd.torch_compat.backward import gradients, to_dense
+from functional_jd.torch_compat.autograd_graph import gradients, largest_between, scalars_of_stack, to_dense
 from functional_jd.torch_compat.callers import here
-from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
+from functional_jd.torch_compat.repaired_ops import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import traceable, traced_grad, under_transform
 
 Differentiated: TypeAlias = Callable[[list[Tensor]], tuple[list[Tensor], Any]]

@@ -10,8 +10,8 @@ from types import FrameType, ModuleType
 import torch
 
 _ROOT = __name__.partition(".")[0]
-_OURS = str(Path(__file__).parents[1])
-_HOSTS = str(Path(torch.__file__).parent), contextlib.__file__
+OURS = str(Path(__file__).parents[1])
+TORCH = str(Path(torch.__file__).parent)
 _SPEAK_FOR_OTHERS = {"require"}  # public functions that are called by what a step calls
 
 
@@ -29,11 +29,11 @@ def here() -> str:
     frame = None if torch.compiler.is_dynamo_compiling() else currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_OURS) and (name := _public_name(frame)):
+        if file.startswith(OURS) and (name := _public_name(frame)):
             if frame.f_code.co_qualname == name:
                 return name
             builder = name
-        elif builder and not file.startswith((_OURS, *_HOSTS)):
+        elif builder and not file.startswith((OURS, TORCH, contextlib.__file__)):
             break
         frame = frame.f_back
     return builder or _ROOT
@@ -53,6 +53,6 @@ def _public_name(frame: FrameType) -> str:
 def user_level() -> int:
     """The `stacklevel` of the nearest caller outside this package and torch."""
     frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _HOSTS[0])):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((OURS, TORCH)):
         frame, level = frame.f_back, level + 1
     return level

@@ -26,13 +26,11 @@ _engine: Any = private("autograd.Variable._execution_engine", "backward passes o
 class Holder:
     """What all functions of one module share: a lock that its thread may take again, for the time in which the module
     holds other tensors than its own. Threads of autograd take it for the thread that waits for them.
-
-    Attributes:
-        checked: whether a call was seen to use no other parameters than those that it was given.
     """
 
     def __init__(self) -> None:
-        self.lock, self.owner, self.depth, self.checked = Lock(), 0, 0, False
+        self.lock, self.owner, self.depth = Lock(), 0, 0
+        self.checked = False  # whether a call was seen to use no other parameters than those that it was given
 
     @contextmanager
     def held_by(self, thread: int) -> Generator[None]:
@@ -71,21 +69,13 @@ class Held:
 
     As a hook on a node of autograd, it lets the module hold them from there to the end of the backward pass, so that
     what runs again finds them: checkpoints, and custom functions such as adjoints.
-
-    Args:
-        holder: that of the module.
-        places: where they stand.
-        params: the parameters by name.
-        buffers: the buffers by name, as they were before the call. A second run gets copies.
-        inputs: the tensors that require grad among what the module was called with.
-        clone: copies tensors.
     """
 
     holder: Holder
-    places: list[Place]
+    places: list[Place]  # where they stand
     params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    inputs: list[Tensor]
+    buffers: dict[str, Tensor]  # as they were before the call; a second run gets copies
+    inputs: list[Tensor]  # those that require grad among what the module was called with
     clone: Callable[[list[Tensor]], list[Tensor]]
     copies: dict[str, Tensor] = field(default_factory=dict)
     counts: list[int] | None = None
@@ -104,10 +94,8 @@ class Held:
             node.register_prehook(self._end)
 
     def hold(self, *, gradients: bool) -> None:
-        """Let the module hold the tensors to the end of the backward pass that runs.
-
-        Args:
-            gradients: whether the pass comes from the gradients of an earlier one.
+        """Let the module hold the tensors to the end of the backward pass that runs; `gradients`: it comes from the
+        gradients of an earlier one.
         """
         last = self._last()
         if last is None or last.held is not self:

@@ -11,32 +11,18 @@ from functional_jd.torch_compat.torch_internals import module_tensors
 
 
 class Place(NamedTuple):
-    """Where a module holds a tensor.
+    """Where a module holds a tensor."""
 
-    Attributes:
-        home: the parameters, or the buffers, of one part of the module.
-        name: the name in `home`.
-        path: the dotted name.
-        key: the first of the dotted names of this tensor.
-        slot: what identifies the place.
-    """
-
-    home: dict[str, Any]
-    name: str
-    path: str
-    key: str
-    slot: tuple[int, str]
+    home: dict[str, Any]  # the parameters, or the buffers, of one part of the module
+    name: str  # in `home`
+    path: str  # the dotted name
+    key: str  # the first of the dotted names of this tensor
+    slot: tuple[int, str]  # what identifies the place
 
 
 class ModuleParts:
-    """The parts of a module, read once.
-
-    Attributes:
-        param_names, buffer_names: the names of its parameters and buffers.
-        places: where they stand; several, if they are shared.
-        embeddings: its embeddings, with the names of their weights.
-        recurrent: the names of the parameters of recurrent layers.
-        ids: those of all parts.
+    """The parts of a module, read once: where its tensors stand, at several places if they are shared; its embeddings,
+    with the names of their weights; the names of the parameters of recurrent layers; and the ids of all parts.
     """
 
     def __init__(self, module: nn.Module):

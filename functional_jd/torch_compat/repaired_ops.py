@@ -1,5 +1,8 @@
-"""Ops that torch gets wrong under vmap, without an error: in a form that is right, or raised for."""
+"""Ops that torch gets wrong under vmap or in second derivatives, without an error: in a form that is right, or raised
+for.
+"""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.callers import here
-from functional_jd.torch_compat.torch_internals import traceable, under_transform
+from functional_jd.torch_compat.recomputation import RecomputedMode
+from functional_jd.torch_compat.torch_internals import function_name, traceable, under_transform
 
 _FEW_POINTS = 25
 """Up to so many points torch takes no matrix products by itself."""
@@ -79,10 +83,6 @@ def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
 
     With momentum 0, and without averages to move, it is no layer: convolutions standardize their weights so, as a batch
     of one.
-
-    Args:
-        args: what it is called with.
-        kwargs: what it is called with, by name.
     """
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     momentum = args[6] if len(args) > 6 else kwargs.get("momentum")
@@ -97,11 +97,7 @@ def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
 
 
 class RepairedOps(TorchFunctionMode):
-    """Calls the repaired forms, which torch.compile traces.
-
-    Args:
-        examples: whether batch normalization of one example raises.
-    """
+    """Calls the repaired forms, which torch.compile traces; `examples`: batch normalization of one example raises."""
 
     def __init__(self, examples: bool = False):
         super().__init__()
@@ -112,3 +108,57 @@ class RepairedOps(TorchFunctionMode):
         if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs)
         return REPAIRED.get(func, func)(*args, **kwargs)
+
+
+class SeparateNormAffine(RecomputedMode):
+    """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
+
+    Where rows are differentiated together and the weight requires a gradient, torch treats the mean and deviation that
+    a norm layer saved as constants: derivatives of the rows would be wrong (functorch#534). The second backward pass of
+    `weight_norm` treats the norm that it saved as a constant, too.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note_checkpoints()
+        func = traceable(func)
+        form: Any = _weight_norm if function_name(func) == "_weight_norm" else _NORMS.get(func, func)
+        return form(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor:
+    return _affine(nn.functional.layer_norm(input, normalized_shape, eps=eps), weight, bias)
+
+
+def _by_channel(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apart(
+        input: Tensor,
+        running_mean: Any = None,
+        running_var: Any = None,
+        weight: Any = None,
+        bias: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        shape = (-1, *[1] * (input.ndim - 2))
+        parts = [None if part is None else part.reshape(shape) for part in (weight, bias)]
+        return _affine(norm(input, running_mean, running_var, None, None, *rest, **options), *parts)
+
+    return apart
+
+
+def _affine(plain: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = plain if weight is None else plain * weight
+    return (y if bias is None else y + bias).to(plain.dtype)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+_NORMS: dict[Any, Callable[..., Tensor]] = {
+    nn.functional.layer_norm: _layer_norm,
+    nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
+    nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),
+}

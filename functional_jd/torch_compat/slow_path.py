@@ -11,13 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.callers import SlowPathWarning, here, user_level
+from functional_jd.torch_compat.callers import OURS, TORCH, SlowPathWarning, here, user_level
 from functional_jd.torch_compat.torch_internals import constant_while_tracing
 
 Result = TypeVar("Result")
-
-_OURS = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def attempt(fast: Callable[[], Result], slow: Callable[[], Result], *, instead: str, journal: Any = None) -> Result:
@@ -107,7 +104,7 @@ def random_state_outside_torch() -> Callable[[], None]:
 def _reason(error: BaseException) -> str:
     """The line of the user's code that failed, and the first line of the message, in which torch names the op."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [(file, line) for file, line in frames if not file.startswith((_OURS, _TORCH, "<"))]
+    own = [(file, line) for file, line in frames if not file.startswith((OURS, TORCH, "<"))]
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     place = f"{Path(own[-1][0]).name}:{own[-1][1]}: " if own else ""
     return f"{place}{type(error).__name__}: {message}{cure_of(message)}"

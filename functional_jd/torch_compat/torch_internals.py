@@ -22,12 +22,8 @@ SUPPORTED = "torch>=2.11"
 def private(name: str, feature: str, *parts: str, otherwise: Any = None) -> Any:
     """An object of torch by its dotted name, as it is: bound once, it costs no call more.
 
-    Args:
-        name: below `torch`.
-        feature: what needs it, for the error.
-        parts: attributes that it must have.
-        otherwise: what takes its place where torch has no such name. None: a stand-in that raises as soon as it is
-            called or asked for an attribute.
+    `feature` needs it, and `parts` are attributes that it must have. `otherwise` takes its place where torch has no
+    such name; None: a stand-in that raises as soon as it is called or asked for an attribute.
     """
     try:
         found = _resolved(name)

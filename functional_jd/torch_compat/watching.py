@@ -103,12 +103,10 @@ class StateJournal:
 
 
 class Watch(TorchFunctionMode):
-    """A mode that sees every op, for what cannot be known without.
+    """A mode that sees every op, for what cannot be known without. The journal notes what is changed in place.
 
-    Args:
-        journal: notes what is changed in place.
-        level: where it watches the loss of one example, `transform_level()`; else None. The innermost `torch.vmap`, if
-            there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
+    Where it watches the loss of one example, `level` is `transform_level()`, else None. The innermost `torch.vmap`, if
+    there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
     """
 
     def __init__(self, journal: StateJournal | None, level: Any = None):
@@ -156,11 +154,8 @@ def watched(
 ) -> Callable[..., Any]:
     """A function under the modes that must see its ops: mostly none.
 
-    Args:
-        f: losses, or a part of them.
-        journal: notes what `f` changes in place, for `attempt`.
-        examples: whether `f` is the loss of one example, in which batch normalization raises.
-        inner: a mode that is to see the ops first.
+    `journal` notes what `f` changes in place, for `attempt`; `examples`: `f` is the loss of one example, in which batch
+    normalization raises; `inner` is to see the ops first.
     """
 
     def run(*args: Any) -> Any:

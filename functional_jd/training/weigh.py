@@ -22,7 +22,7 @@ from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_ro
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.backward import to_dense
+from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.weights import group_of_batch, weights_and_memory
 

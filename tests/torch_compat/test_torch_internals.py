@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.sharding import sharded_as
-from functional_jd.torch_compat import autograd_graph, backward
+from functional_jd.torch_compat import autograd_graph
 from functional_jd.torch_compat import torch_internals as internals
 
 
@@ -103,7 +103,7 @@ def test_a_backward_pass_takes_cotangents_of_tensors_and_edges_and_tells_what_it
     outputs, cotangents = (y, torch.autograd.graph.get_gradient_edge(z)), (torch.tensor(10.0).double(),) * 2
     for create_graph in (False, True):
         how = True, create_graph, (x, other), True
-        found = backward._run_backward(outputs, cotangents, *how, accumulate_grad=False)
+        found = autograd_graph._run_backward(outputs, cotangents, *how, accumulate_grad=False)
         assert found[0].item() == 10 * (2 * 3 + 2)
         assert found[0].requires_grad is create_graph
         assert found[1] is None

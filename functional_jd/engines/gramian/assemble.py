@@ -17,7 +17,7 @@ from functional_jd.engines.plan import LeafGroup, Plan
 from functional_jd.engines.row_vjps import Rows, unscaled_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.backward import gradients, to_dense
+from functional_jd.torch_compat.autograd_graph import gradients, to_dense
 from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level, under_transform
 
 Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
