@@ -108,12 +108,6 @@ def hypervolume_gradient(reference: Numbers) -> Population:
 
     Differs:
         The reference code moves the reference also where a solution is less than a tenth before it.
-
-    Example:
-        >>> starts = torch.tensor([[-0.4], [0.1], [0.3]])  # K = 3 solutions of one parameter
-        >>> losses = lambda w: torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
-        >>> method = {"losses": losses, "rule": fronts.hypervolume_gradient([5.0, 5.0]), "optimizer": sgd(0.02)}
-        >>> front = fronts.train(starts, [()] * 200, **method)
     """
     bounds = per_objective("reference", reference)
 

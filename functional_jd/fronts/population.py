@@ -23,11 +23,6 @@ class Population(NamedTuple):
     Attributes:
         view: what it needs of each solution, such as `views.losses` or `views.gramian_and_losses`.
         weigh: `weigh(seen) -> [K, m]`, pure: the weights of all solutions, from their views, stacked.
-
-    Example:
-        >>> def apart(losses):  # [K, m]: the farther a solution lags behind the best, the more it counts
-        ...     return losses - losses.amin(0) + 0.1
-        >>> rule = fronts.Population(views.losses, apart)
     """
 
     view: View

@@ -175,18 +175,7 @@ def _fused(
 
 
 def _moved(
-    leaves: list[Tensor],
-    directions: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    steps: Tensor,
-    moving: Tensor | None,
-    lr: float,
-    rate: Tensor | None,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
+    leaves: list[Tensor], directions: list[Tensor], first: list[Tensor], second: list[Tensor], *numbers: Any
 ) -> list[Tensor]:
     """The next leaves, first and second averages, in one list: the kernel in place on copies.
 
@@ -199,38 +188,15 @@ def _moved(
     for index in range(n, 3 * n):  # the kernel trusts that what belongs to a leaf lies in memory as the leaf does
         if moved[index].stride() != moved[index % n].stride():
             moved[index] = copy_with_strides(moved[index], moved[index % n])
-    _move(
-        moved[:n],
-        directions,
-        moved[n : 2 * n],
-        moved[2 * n :],
-        steps,
-        moving,
-        lr,
-        rate,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-    )
+    _move(moved[:n], directions, moved[n : 2 * n], moved[2 * n :], *numbers)
     return moved
 
 
 def _move(
-    leaves: list[Tensor],
-    directions: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    steps: Tensor,
-    moving: Tensor | None,
-    lr: float,
-    rate: Tensor | None,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
+    leaves: list[Tensor], directions: list[Tensor], first: list[Tensor], second: list[Tensor], *numbers: Any
 ) -> None:
     """The kernel, which moves leaves and averages where they are."""
+    steps, moving, lr, rate, beta1, beta2, weight_decay, eps = numbers
     device, given = leaves[0].device, list(directions)
     for index, d in enumerate(given):
         d = d if d.dtype is leaves[0].dtype else d.to(leaves[0].dtype)
@@ -246,9 +212,18 @@ def _move(
 
 
 # One operator for graphs: the compiler would write kernels for each leaf, and cannot write a kernel in place.
-fused_adamw_op = torch.library.custom_op("functional_jd::fused_adamw", _moved, mutates_args=())
+_LISTS = "Tensor[] leaves, Tensor[] directions, Tensor[] first, Tensor[] second"
+_NUMBERS = (
+    "Tensor steps, Tensor? moving, float lr, Tensor? rate, float beta1, float beta2, float weight_decay, float eps"
+)
+fused_adamw_op = torch.library.custom_op(
+    "functional_jd::fused_adamw", _moved, mutates_args=(), schema=f"({_LISTS}, {_NUMBERS}) -> Tensor[]"
+)
 # For a captured graph that donates its state, which takes it where nothing else reads the old one.
-torch.library.custom_op("functional_jd::fused_adamw_in_place", _move, mutates_args=("leaves", "first", "second"))
+torch.library.custom_op(
+    "functional_jd::fused_adamw_in_place", _move, mutates_args=("leaves", "first", "second"),
+    schema=f"(Tensor(a!)[] leaves, Tensor[] directions, Tensor(b!)[] first, Tensor(c!)[] second, {_NUMBERS}) -> ()",
+)  # fmt: skip
 
 
 @fused_adamw_op.register_fake
