@@ -226,7 +226,7 @@ def two_groups(n=4):
 @pytest.mark.parametrize(
     ("rules", "engine", "passes", "words"),
     [
-        ({"a": mean(), "b": mean()}, "weighted", 1, "the rule needs no gradients of each group"),
+        ({"a": mean(), "b": mean()}, "weighted", 1, "the rule needs no gradients: one backward pass"),
         ({"a": mean(), "b": total()}, "weighted", 2, "2 backward passes"),
         ({"a": upgrad(), "b": mean()}, "jacobian", 3, "parameters are few"),
         ({"a": mean(), "b": stateless(full_jacobian, lambda J: torch.ones(3))}, "jacobian", 3, "the rows themselves"),
