@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.agreement import check_alike, description
-from functional_jd.core.arguments import described, here
+from functional_jd.core.arguments import here, refuse
 from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
@@ -158,11 +158,10 @@ def _check_reached(
     """The names of the losses without a gradient. Raise if one may not be constant, or if none reaches the rows."""
     names, points_of_rows = objective_names(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
-    if unknown := [x for x in given if not isinstance(x, str) or x not in names]:
-        raise ValueError(
-            f"{here()}: constant must hold names of losses, {_few(names)}, found {described(unknown[0])}. "
-            "objective_names(losses) returns them."
-        )
+    for x in given:
+        if not isinstance(x, str) or x not in names:
+            cure = "objective_names(losses) returns them."
+            refuse("constant", f"names of losses, {_few(names)}", x, cure, ValueError)
     reached = [{*_leaves_behind([part])} & {*map(id, points)} for y in tree_leaves(values) for part in _parts(y)]
     if not set(names) <= set(given) and (not any(reached) or not any(points_of_rows & x for x in reached)):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
@@ -283,8 +282,7 @@ def refuse_frozen(params: Params) -> None:
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
         if isinstance(p, nn.Parameter) and not p.requires_grad:
             raise ValueError(
-                f"{here()}: all parameters must require grad, since all of them are trained, found frozen {name!r}. "
-                "Keep such parameters apart: trained, constant = objectives.partition(params, lambda name, p: "
-                "p.requires_grad), and in the losses (of multitask losses in `features`) objectives.merge(trained, "
-                "constant)."
+                f"{here()}: all parameters must require grad, found frozen {name!r}. Keep it apart: trained, constant = "
+                "objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
+                "objectives.merge(trained, constant)."
             )

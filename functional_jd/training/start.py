@@ -156,9 +156,7 @@ def _place(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
-    """The state with memory of its own for every element of a vmap, as each step returns it: with strides of 0, as of a
-    count of steps, torch.compile would take the second step for another function than the first.
-    """
+    """The state with memory for each element of a vmap, as steps return it: torch.compile compiles for strides."""
     tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     chosen = reduce(torch.logical_or, [x.new_zeros((), dtype=torch.bool, device=tensors[0].device) for x in tensors])
     return tree_map(lambda x: torch.where(chosen.to(x.device), x, x), state)

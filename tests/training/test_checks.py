@@ -144,7 +144,7 @@ def test_losses_that_may_be_constant_are_names_and_others_may_not():
     losses = lambda p, x, y: {"a": (p["w"] * x).sum(), "b": x.sum(), "c": y.sum()}
     params = {"w": torch.ones(3)}
     for wrong, found in ((["d"], "'d'"), ("d", "'d'"), ([1], "1"), (7, "7"), (torch.ones(()), r"torch.float32 \[\]")):
-        with pytest.raises(ValueError, match=rf"constant must hold names of losses, 'a', 'b', 'c', found {found}\."):
+        with pytest.raises(ValueError, match=rf"constant must be names of losses, 'a', 'b', 'c', found {found}\."):
             begin(losses, params, constant=wrong)
     with pytest.raises(ValueError, match=r"found 'c' without a gradient"):
         begin(losses, params, constant=["b"])
