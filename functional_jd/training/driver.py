@@ -153,11 +153,9 @@ def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: We
     A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and no
     scale moves. So it is with weights.
     """
-    own = sound = _finite_values((losses, weights), scale.scale)
-    if own.ndim:
-        sound = own.all()
-        rows_finite = sound <= rows_finite  # rows are to blame only if all losses are finite
-    flags = rows_finite & own
+    own = _finite_values((losses, weights), scale.scale)
+    sound = own.all() if own.ndim else own
+    flags = torch.where(sound, rows_finite, own)  # rows are to blame only if all losses are finite
     following = update_scale(scale, rows_finite, losses_finite=sound)
     return Verdict(flags, flags.all() if flags.ndim else flags, following)
 
