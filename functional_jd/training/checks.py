@@ -282,7 +282,7 @@ def refuse_frozen(params: Params) -> None:
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
         if isinstance(p, nn.Parameter) and not p.requires_grad:
             raise ValueError(
-                f"{here()}: all parameters must require grad, found frozen {name!r}. Keep it apart: trained, constant = "
-                "objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
+                f"{here()}: all parameters must require grad, found frozen {name!r}. Keep it apart: trained, constant "
+                "= objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
                 "objectives.merge(trained, constant)."
             )
