@@ -102,14 +102,9 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Matrices with the columns of these leaves `[m, *p]`, of which narrow neighbours are joined: adding up m^2 results
     of each would cost more than the products. Beside each matrix, how many columns it has of each.
     """
-    matrices: list[Tensor] = []
-    widths: list[int] = []
-    kinds: list[tuple[Any, int]] = []
-    for leaf in leaves:
-        matrix = leaf if leaf.ndim == 2 else as_matrix(leaf)
-        matrices.append(matrix)
-        widths.append(matrix.shape[1])
-        kinds.append(((matrix.dtype, matrix.device), matrix.shape[1]))
+    matrices = [leaf if leaf.ndim == 2 else as_matrix(leaf) for leaf in leaves]
+    widths = [x.shape[1] for x in matrices]
+    kinds = [((x.dtype, x.device), x.shape[1]) for x in matrices]
     found: list[tuple[Tensor, list[int]]] = []
     for places in neighbours(kinds, widest_join(len(matrices[0]), matrices[0].is_cpu) if matrices else 0):
         own = slice(places[0], places[-1] + 1)

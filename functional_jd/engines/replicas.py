@@ -73,11 +73,10 @@ def agree(finite: Tensor, group: Group = None) -> Tensor:
         group: the replicas, as for `mean_jacobian`.
 
     Returns:
-        bool of the same shape, the same on every replica.
+        bool of that shape, the same on every replica.
 
     Raises:
-        TypeError: `finite` is not a bool tensor.
-        ValueError, RuntimeError: see `mean_jacobian`.
+        TypeError: `finite` is not a bool tensor; further what `mean_jacobian` raises.
     """
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         found = finite.dtype if isinstance(finite, Tensor) else type(finite).__name__
@@ -96,8 +95,7 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
         A pytree like `tree`, the same bits on every replica.
 
     Raises:
-        TypeError: a leaf is not a dense tensor.
-        ValueError, RuntimeError: see `mean_jacobian`.
+        TypeError: a leaf is not a dense tensor; further what `mean_jacobian` raises.
     """
     check_dense(tree)
     return tree_map(lambda leaf: collective("first", leaf, group), tree)

@@ -21,13 +21,10 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
 
     Returns:
         `(chosen, rest)`: pytrees like `tree`. Keys of dicts whose leaf is elsewhere are left out; in other containers
-        `()`, which has no leaves, takes its place.
+        `()`, which has no leaves, takes its place. `merge(*partition(tree, predicate))` is the tree.
 
     Raises:
         TypeError: `predicate` is not callable, or no leaf is a tensor.
-
-    Laws:
-        `merge(*partition(tree, predicate))` is the tree.
 
     Example:
         >>> tree = {"a.w": torch.ones(1), "b.w": torch.zeros(1)}

@@ -33,9 +33,6 @@ FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction]]
 """The Gramian, or what `plan.products` says; losses, aux, and the pullback of weights to a direction, all without the
 scale."""
 
-FoundFeatures: TypeAlias = tuple[Tensor, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]
-"""The Gramian of the rows by feature, the losses, aux, and `pullback(weights) -> (direction, finite)`, all unscaled."""
-
 Pullback: TypeAlias = Callable[..., tuple[Direction, Tensor | None]]
 """From weights `[m]` to the unscaled direction of all parameters: `pullback(weights, *, last=False) -> (direction,
 finite)`. `finite` has the scale's shape, and is None without a scale. `last` frees the graph."""
@@ -72,7 +69,7 @@ class Kind(NamedTuple):
     jacobian: Callable[..., FoundJacobian]
     layered: Callable[..., FoundGramian] | None = None
     in_one_pass: Callable[..., FoundWeighted] | None = None
-    features: Callable[..., FoundFeatures] | None = None
+    features: Callable[..., FoundGramian] | None = None
     row_params: Callable[[Any, Params], Tree] = lambda _losses, params: params
     # Not known before the losses are evaluated: four are usual.
     expected_m: Callable[[Any, Args, int], int] = lambda _losses, _batch, _others: 4

@@ -29,7 +29,6 @@ from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
 from functional_jd.engines.kinds.kind import (
     Args,
-    FoundFeatures,
     FoundGramian,
     FoundJacobian,
     FoundWeighted,
@@ -109,7 +108,7 @@ def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
     return products, *point.heads.extra, lambda weights: {"shared": pull(weights), "heads": heads}
 
 
-def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
+def features(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
     """Rows with respect to the features, and one pass through the trunk for their weighted sum."""
     point = _evaluate(losses, args, plan)
     scales, sums, rows = _parted(point, plan)
