@@ -37,7 +37,8 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = ["Laws", "Source", "Differs"]
+TITLES = {"Laws:": "Guarantees:", "Differs:": "Differences:"}  # of sections in docstrings, and on the site
+napoleon_custom_sections = ["Guarantees", "Source", "Differences"]
 
 html_theme = "furo"
 html_title = f"functional_jd {version}"
@@ -56,6 +57,7 @@ def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (formulas.visit_inline, None), (formulas.visit_block, None))
     app.connect("source-read", add_contents)
     app.connect("source-read", link_rules)
+    app.connect("autodoc-process-docstring", name_sections, priority=300)
     app.connect("autodoc-process-docstring", write_formulas, priority=300)
     app.connect("autodoc-process-docstring", link_names, priority=400)
     app.connect("autodoc-process-docstring", keep_returns_whole, priority=400)
@@ -109,6 +111,14 @@ def link_rules(_app: Any, page: str, source: list[str]) -> None:
         linked = r"| [`\1`](reference/rule_\1.rst) |"
         table = re.sub(r"^\| `(\w+)` \|", linked, table, flags=re.MULTILINE)
         source[0] = before + opening + table + closing + after
+
+
+def name_sections(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Give sections the titles of the site."""
+    lines[:] = [TITLES.get(line, line) for line in lines]
+    for i, line in enumerate(lines):
+        if line.startswith("Differs: "):
+            lines[i : i + 1] = ["Differences:", "    " + line.removeprefix("Differs: ")]
 
 
 def write_formulas(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:

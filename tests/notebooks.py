@@ -55,7 +55,8 @@ def tidy(notebook: Any) -> Any:
         "language_info": {"name": "python"},
     }
     for index, cell in enumerate(notebook.cells):
-        cell.metadata, cell.id = {}, f"cell-{index:02}"
+        tags = cell.metadata.get("tags")  # which fold code on the site
+        cell.metadata, cell.id = {"tags": tags} if tags else {}, f"cell-{index:02}"
         for output in cell.get("outputs", []):
             if output.output_type == "stream":
                 output.text = re.sub(r"[^\n\r]*\r(?!\n)", "", output.text)

@@ -111,7 +111,7 @@ def test_a_rule_names_its_paper():
 def test_help_shows_the_call_and_the_first_line_at_once():
     lines = pydoc.render_doc(PUBLIC["functional_jd.upgrad"], renderer=pydoc.plaintext).splitlines()
     assert lines[2].startswith("upgrad(preference: ")
-    assert lines[3].strip().startswith("Project every row")
+    assert lines[3].strip().startswith("Average the gradients")
 
 
 def test_what_is_skipped_on_torch_2_11_are_tests():

@@ -11,33 +11,34 @@ from functional_jd.solvers.search import Solver
 
 
 def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
-    """Project every row on the dual cone of all rows, then combine the projections with the preference as weights.
+    """Average the gradients after removing the conflicts between them.
 
-    `direction = sum_i u_i p_i`, with `p_i = argmin { |y - g_i| : <y, g_j> >= 0 for all j }` for rows g_i. In terms of
-    unit rows n_j with cosines C, `p_i = g_i + |g_i| sum_j S_ji n_j`, where column i of S holds the multipliers of n_i:
-    so `weights = u + S (norms u) / norms`.
+    For losses in one unit that conflict. Each row `g_i` is projected onto the dual cone: the directions that conflict
+    with no row. The direction is `sum_i u_i p_i`, with `p_i = argmin { |y - g_i| : <y, g_j> >= 0 for all j }`. To first
+    order, a small step along it raises no loss.
 
     Args:
-        preference: u `[m]`, floating-point, not negative, with a positive entry; `None` means `1 / m`. It is copied.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        preference: u, the weight of each row `[m]`: floating-point, not negative, one at least positive. Default:
+            `1 / m` each. It is copied.
+        solver: where the projections are computed, off the CPU: on the `"host"`, with one copy there and one back, or
+            on the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
-        where they are dependent. Twice differentiable with respect to the Gramian, where the set of active constraints
-        does not change, and to the preference.
+        A rule that needs the Gramian. Weights `[m]`, float64. For independent rows, each is at least u. For dependent
+        rows they are not unique, but the direction is. Twice differentiable with respect to the preference, and to the
+        Gramian while the active constraints stay the same.
 
     Laws:
-        Never conflicts: `J direction >= 0`. Equal to `constant(u)` where no two rows conflict. Linear under scaling of
-        rows: the direction for `diag(c) J` is linear in `c >= 0`; so it is homogeneous in the Jacobian. Rows of zeros
-        have no effect. A stationary Jacobian (a positive combination of its rows is zero) gives zero. A non-finite
-        Gramian gives NaN weights.
+        Never conflicts: `J direction >= 0`. Equals `constant(u)` if no two rows conflict. Linear in row scales: the
+        direction for `diag(c) J` is linear in `c >= 0`, and so homogeneous. Ignores rows of zeros. Returns zero if a
+        positive combination of rows is zero, and NaN weights for a Gramian that is not finite.
 
     Source:
         Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1.
 
     Differs:
-        Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: no conflict remains
-        for rows of very different or very small norms.
+        The projections are exact. The authors' code normalises the Gramian by its trace and adds 1e-4 to its diagonal,
+        which leaves conflicts between rows of very different or very small norms.
 
     Example:
         >>> aggregate(upgrad(), torch.tensor([[2.0, 0.0], [-1.0, 1.0]])).direction
@@ -47,7 +48,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)
-        C, norms = cosines(G)
+        C, norms = cosines(G)  # of unit rows n_j: p_i = g_i + |g_i| sum_j S_ji n_j, with the multipliers S
         return u + row_multipliers(C, solver) @ (norms * u) / norms
 
     return stateless(gramian, weigh, on_host=runs_on_host(solver))

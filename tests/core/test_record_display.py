@@ -281,5 +281,5 @@ def test_tables_without_rows_are_their_title():
 
 def test_help_on_a_rule_reads_well():
     text = jd.upgrad.__doc__.splitlines()
-    assert text[0].startswith("Project every row on the dual cone of all rows, then combine the projections")
+    assert text[0].startswith("Average the gradients after removing the conflicts between them")
     assert all(len(line) <= 120 for line in text)
