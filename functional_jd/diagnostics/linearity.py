@@ -35,7 +35,7 @@ def linear_backward(
         >>> diagnostics.linear_backward(lambda p: {"a": p.square().sum(), "b": p.exp().sum()}, torch.ones(2))
         tensor([True, True])
     """
-    check_flag("linear_backward", "has_aux", has_aux)
+    check_flag("has_aux", has_aux)
     starts = tree_map(lambda p: p.detach().requires_grad_(), params)
     leaves: list[Tensor] = tree_leaves(starts)
     with torch.enable_grad():
