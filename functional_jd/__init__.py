@@ -15,6 +15,7 @@ from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.aggregation.held import held
 from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.regularized import regularized
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
 from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.cagrad import cagrad
@@ -165,6 +166,7 @@ __all__ = [
     "private",
     "random",
     "random_weights",
+    "regularized",
     "scalarized",
     "scale_state",
     "sdmgrad",

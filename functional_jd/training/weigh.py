@@ -14,7 +14,7 @@ from functional_jd.core.arguments import check_type, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.tree import tree_leaves, tree_names
+from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate
@@ -122,8 +122,8 @@ def _observed(
     losses: Losses, view: View, points: list[Tensor] | None, scale: Tensor | None, m: int, group: Any
 ) -> tuple[Observation, Tensor]:
     """The losses, their rows if there are points, and which are finite, of all ranks."""
-    known, rows = [leaf.detach() for leaf in tree_leaves(losses)], None
-    finite = torch.cat([leaf.reshape(-1) for leaf in known]).isfinite()
+    known, rows = tree_map(Tensor.detach, losses), None
+    finite = torch.cat([leaf.reshape(-1) for leaf in tree_leaves(known)]).isfinite()
     if points is not None:
         rows, of_rows = _rows(tree_leaves(losses), points, scale, m)
         # A loss that is not finite may reach the rows of others.

@@ -1,0 +1,130 @@
+"""A rule for some objectives and fixed weights for the others, next to the rule on its own rows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rule_table import RULES, rule_of
+from simulated import check_same, simulated
+
+import functional_jd as jd
+
+NAMES = [name for name in RULES if name not in {"krum", "grouped", "modo", "sdmgrad"}]
+LOSSES = {"a": torch.tensor(1.0), "kl": torch.tensor(0.01), "price": torch.tensor([2.0, 0.5])}  # a, kl, two of price
+OWN = {"a": LOSSES["a"], "price": LOSSES["price"]}
+
+
+def rows(seed=0):
+    return {"w": torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
+
+
+def without(J):
+    return {"w": J["w"][[0, 2, 3]]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rule_receives_the_other_objectives_alone(name):
+    rule, J = rule_of(name), rows()
+    expected = jd.aggregate(rule, without(J), losses=OWN)
+    if not isinstance(expected.weights, torch.Tensor):  # it weights single entries
+        return
+    found = jd.aggregate(jd.regularized(rule, {"kl": 0.25}), J, losses=LOSSES)
+    torch.testing.assert_close(found.weights[[0, 2, 3]], expected.weights.double(), rtol=0, atol=0)
+    assert found.weights[1] == 0.25
+    torch.testing.assert_close(found.state, expected.state, rtol=0, atol=0)
+    torch.testing.assert_close(found.direction["w"], expected.direction["w"] + 0.25 * J["w"][1])
+    again = jd.aggregate(jd.regularized(rule, {"kl": 0.25}), rows(1), found.state, losses=LOSSES)
+    torch.testing.assert_close(again.state, jd.aggregate(rule, without(rows(1)), expected.state, losses=OWN).state)
+
+
+@given(st.floats(-4, 4), st.floats(-4, 4), st.sampled_from(["upgrad", "config", "mean", "uw"]))
+def test_the_direction_is_linear_in_the_fixed_weights(one, other, name):
+    J, rule = rows(), rule_of(name)
+    direction = lambda x, y: jd.aggregate(jd.regularized(rule, {"kl": x, "a": y}), J, losses=LOSSES).direction["w"]
+    expected = direction(0.0, 0.0) + one * J["w"][1] + other * J["w"][0]
+    torch.testing.assert_close(direction(one, other), expected, rtol=1e-10, atol=1e-10)
+
+
+def heads(own, h, x, y):
+    return {
+        "fit": (h @ own["fit"] - y).square().mean(),
+        "kl": h.square().mean(),
+        "near": (h @ own["near"]).abs().mean(),
+    }
+
+
+SHARED, HEADS = {"w": torch.full((3, 2), 0.5)}, {"fit": torch.ones(2), "near": torch.ones(2)}
+X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.ones(4)
+PLAIN = lambda shared, x, y: heads(HEADS, torch.tanh(x @ shared["w"]), x, y)
+TASKS = jd.multitask(lambda shared, x, y: torch.tanh(x @ shared["w"]), heads)
+
+
+@pytest.mark.parametrize("name", ["upgrad", "mean", "config", "uw", "gradnorm"])
+@pytest.mark.parametrize("scale", [None, jd.scale_state(), jd.scale_state(shape=3)])
+def test_all_ways_to_train_take_it(name, scale):
+    rule = jd.regularized(rule_of(name), {"kl": 0.1})
+    J, values = jd.jacobian_fn(PLAIN)(SHARED, X, Y)
+    expected = jd.aggregate(rule, J, losses=values)
+    for losses, params in ((PLAIN, SHARED), (TASKS, {"shared": SHARED, "heads": HEADS})):
+        how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(1.0)}
+        state = jd.train_state(params, X, Y, scale=scale, **how)
+        new, info = jd.step(state, X, Y, **how)
+        torch.testing.assert_close(info.weights, expected.weights, rtol=1e-4, atol=1e-6)
+        moved = SHARED["w"] - (new.params if losses is PLAIN else new.params["shared"])["w"]
+        torch.testing.assert_close(moved, expected.direction["w"], rtol=1e-4, atol=1e-6)
+    w = SHARED["w"].clone().requires_grad_()
+    weights = jd.weigh(PLAIN({"w": w}, X, Y), [w], rule, scale=scale).weights
+    torch.testing.assert_close(weights.double(), expected.weights, rtol=1e-4, atol=1e-6)
+    found = jd.weights_fn(PLAIN, rule)(SHARED, X, Y).weights
+    torch.testing.assert_close(found.double(), expected.weights, rtol=1e-4, atol=1e-6)
+    found = jd.accumulate(PLAIN, [(X, Y)], params=SHARED, aggregator=rule, scale=scale)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
+
+
+def test_a_penalty_at_its_minimum_takes_no_part_in_the_rule():
+    """Its row is rounding; `config` alone gives it a weight of more than 1e5."""
+    J = {"w": torch.tensor([[1.0, 0.0], [0.5, 1.0], [1e-7, -1e-7]])}
+    losses = dict.fromkeys(["answer", "brevity", "kl"], torch.tensor(1.0))
+    assert jd.aggregate(jd.config(), J).weights.abs()[2] > 1e5
+    assert jd.aggregate(jd.regularized(jd.config(), {"kl": 0.1}), J, losses=losses).weights.abs().max() < 2
+
+
+def test_transforms():
+    J = rows()
+    weights = lambda x: jd.aggregate(jd.regularized(jd.upgrad(), {"kl": x}), J, losses=LOSSES).weights
+    x = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    torch.testing.assert_close(torch.vmap(weights)(x), torch.stack([weights(y) for y in x]))
+    assert torch.equal(torch.func.jacrev(weights)(x[0]), torch.eye(4, dtype=torch.float64)[1])
+    one = torch.compile(weights, backend="eager", fullgraph=True)(x[0])
+    torch.testing.assert_close(one, weights(x[0]))
+
+
+@pytest.mark.parametrize("name", ["upgrad", "mean", "stch"])
+def test_on_an_accelerator(name):
+    rule = jd.regularized(rule_of(name), {"kl": 0.25})
+    with simulated() as device:
+        found = jd.aggregate(rule, device.put(rows()), losses=device.put(LOSSES))
+        check_same(device.get(found), jd.aggregate(rule, rows(), losses=LOSSES))
+
+
+def test_what_is_refused():
+    J = rows()
+    call = lambda fixed, rule=None, losses=LOSSES: jd.aggregate(
+        jd.regularized(rule or jd.mean(), fixed), J, losses=losses
+    )
+    entries = jd.graddrop(jd.random.key(0))
+    cases = [
+        (lambda: call({"kl": 0.1}, jd.mean), TypeError, "aggregator must be a rule"),
+        (lambda: call({"kl": "much"}), TypeError, r"fixed\['kl'\] must be a number"),
+        (lambda: call({"kl": torch.inf}), ValueError, r"fixed\['kl'\] must be finite"),
+        (lambda: call([0.1]), TypeError, "fixed must be a dict"),
+        (lambda: call({}), ValueError, "a fixed weight, found no fixed weight"),
+        (lambda: call({"w": 1.0}, jd.grouped({"w": jd.mean()})), ValueError, "a rule by groups"),
+        (lambda: call({"k": 0.1}), ValueError, r"some objectives of \['a', 'kl', 'price\[0\]'"),
+        (lambda: call(dict.fromkeys(["a", "kl", "price[0]", "price[1]"], 1.0)), ValueError, "some objectives of"),
+        (lambda: call({"kl": 0.1}, losses=None), ValueError, "losses must be given"),
+        (lambda: call({"kl": 0.1}, entries), ValueError, "rule must weight rows"),
+    ]
+    for make, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            make()
