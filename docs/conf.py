@@ -76,6 +76,7 @@ CONTENTS = {
             "recipes",
             "recipes_*",
             "trainers",
+            "post_training",
             "compile",
             "gpu",
             "fronts",

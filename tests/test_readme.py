@@ -34,6 +34,7 @@ GUIDES = [
         "fronts",
         "physics",
         "devices",
+        "post_training",
     )
 ]
 PAGES = {
@@ -165,9 +166,21 @@ def test_after_the_way_from_torchjd_training_is_the_same(shown):
     assert agree(values(found["trunk"], found["heads"]), values(*after), values(*modules))
 
 
+def test_a_float16_loop_changes_by_the_lines_that_are_shown():
+    (diff,) = [diff for diff in DIFFS if "jd.weigh" in diff and "scaler" in diff]
+    before, after = re.findall(r"```python\n(torch.manual_seed.*?)```", PAGES[ROOT / "docs/guides/post_training.md"], re.S)
+    lines = diff.splitlines()
+    for sign, loop in (("-", before), ("+", after)):
+        changed = [line[1:] for line in lines if line[:1] == sign]
+        others = [line for line in loop.splitlines() if line not in changed]
+        assert set(changed) <= set(loop.splitlines())
+        assert others == [x for x in before.splitlines() if f"-{x}" not in lines]
+    assert sum(line[:1] in "+-" for line in lines) <= 15
+
+
 def test_the_loop_that_weighs_trains_as_steps_do(shown):
     """And the loop without a rule as steps under `mean`: the factor of the sum is all that a rule changes."""
-    (diff,) = [diff for diff in DIFFS if "jd.weigh" in diff]
+    (diff,) = [diff for diff in DIFFS if "jd.weigh" in diff and "scaler" not in diff]
     session = shown[0]["README"]
     start = dict(session["net"].named_parameters())
     for sign, rule in (("-", functional_jd.mean()), ("+", functional_jd.upgrad())):
