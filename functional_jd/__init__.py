@@ -78,7 +78,7 @@ from functional_jd.training.loop import fit, steps
 from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.private import private
 from functional_jd.training.skips import TrainingStalled
-from functional_jd.training.start import train_state
+from functional_jd.training.start import check, train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
 from functional_jd.training.weigh import weigh
@@ -115,6 +115,7 @@ __all__ = [
     "autocast",
     "by_label",
     "cagrad",
+    "check",
     "chosen_engine",
     "clipped",
     "compiled",

@@ -168,7 +168,8 @@ def test_after_the_way_from_torchjd_training_is_the_same(shown):
 
 def test_a_float16_loop_changes_by_the_lines_that_are_shown():
     (diff,) = [diff for diff in DIFFS if "jd.weigh" in diff and "scaler" in diff]
-    before, after = re.findall(r"```python\n(torch.manual_seed.*?)```", PAGES[ROOT / "docs/guides/post_training.md"], re.S)
+    page = PAGES[ROOT / "docs/guides/post_training.md"]
+    before, after = re.findall(r"```python\n(torch.manual_seed.*?)```", page, re.DOTALL)
     lines = diff.splitlines()
     for sign, loop in (("-", before), ("+", after)):
         changed = [line[1:] for line in lines if line[:1] == sign]

@@ -253,7 +253,8 @@ def _refuse_other_state(aggregator: Aggregator, received: Any, state: Tree, erro
     if difference:
         raise ValueError(
             f"{here()}: the state must be one of this rule for the same number of objectives: {difference}. Start it "
-            "anew with train_state, or by aggregate without a state."
+            "again with train_state, or by aggregate without a state. For an objective that a batch does not have, "
+            "return 0 * another loss."
         ) from error
 
 

@@ -50,7 +50,7 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
         >>> aggregate(rule, jacobian, losses=losses).weights
         tensor([0.7500, 1.0000, 0.1000], dtype=torch.float64)
     """
-    check_rule(rule, "regularized")
+    check_rule(rule)
     check_mapping("regularized", "fixed", fixed, "Pass for instance {'kl': 0.1}.")
     chosen = {
         name: number("regularized", f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()

@@ -110,7 +110,8 @@ def row_scales(plan: Plan, m: int, like: Tensor) -> Tensor:
     if plan.scale.ndim and plan.scale.shape != (m,):
         raise ValueError(
             f"{here()}: the scale must be of shape [] or [{m}], one per objective, found "
-            f"{list(plan.scale.shape)}. Start it with scale_state(shape=({m},))."
+            f"{list(plan.scale.shape)}. Start it with scale_state(shape=({m},)). For an objective that this batch does "
+            "not have, return 0 * another loss."
         )
     return plan.scale.expand(m)
 

@@ -12,7 +12,15 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copy_each
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
+from functional_jd.core.tree import (
+    any_sharded,
+    floating_leaves,
+    leaves_like,
+    tree_leaves,
+    tree_map,
+    tree_names,
+    tree_unflatten,
+)
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
@@ -43,8 +51,8 @@ class AdamwState(NamedTuple):
 
     Attributes:
         steps: int64 `[]`, the number of steps taken.
-        first: pytree like params, the running average of the direction.
-        second: pytree like params, the running average of its square.
+        first: pytree like params, the running average of the direction; float32 for float16.
+        second: pytree like params, the running average of its square; float32 for float16.
     """
 
     steps: Tensor
@@ -99,8 +107,8 @@ def adamw(
     b1, b2 = betas
 
     def init(params: Params) -> AdamwState:
-        steps = no_steps(params)
-        return AdamwState(steps, tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
+        zeros = lambda p: torch.zeros_like(p, dtype=torch.float32 if p.dtype == torch.float16 else None)
+        return AdamwState(no_steps(params), tree_map(zeros, params), tree_map(zeros, params))
 
     def step(
         moving: Tensor | None, direction: Direction, state: AdamwState, params: Params
@@ -113,6 +121,8 @@ def adamw(
         fits = state.steps.ndim == 0
         for p, d, m, v in zip(leaves, directions, first, second, strict=True):
             fits = fits and p.shape == d.shape == m.shape == v.shape
+            if v.dtype == torch.float16:
+                _refuse_float16(state)
         if not fits:
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(
@@ -149,6 +159,16 @@ def adamw(
         return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 
     return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), step)
+
+
+def _refuse_float16(state: AdamwState) -> None:
+    """Raise for averages of squares that float16 loses: those of directions below 2e-4 are zero."""
+    pairs = zip(tree_names(state.second), tree_leaves(state.second), strict=True)
+    name = next(name for name, v in pairs if v.dtype == torch.float16)
+    raise ValueError(
+        f"adamw: averages must be in float32, found float16 in {name!r}, where squares below 6e-8 vanish. Start again "
+        "with init(params), or cast the averages by .float()."
+    )
 
 
 def _fused(

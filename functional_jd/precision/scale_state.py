@@ -89,10 +89,7 @@ def scale_state(
         >>> scale_state(2.0**10, shape=(2,)).scale
         tensor([1024., 1024.])
     """
-    sizes: Any = (shape,) if is_size(shape) else shape
-    if not (isinstance(sizes, list | tuple) and len(sizes) < 2 and all(is_size(m) and m > 0 for m in sizes)):
-        cure = "For several models use vmap over states."
-        refuse("shape", "() for one scale, (m,) for one per objective", shape, cure, ValueError)
+    sizes = _sizes(shape)
     given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
     for name, value in (given | {"growth_interval": growth_interval}).items():
         _check(name, value, _DEFAULTS)
@@ -105,6 +102,14 @@ def scale_state(
         backoff_factor=torch.full(sizes, backoff_factor, dtype=wide, device=device),
         growth_interval=torch.full(sizes, growth_interval, dtype=torch.int32, device=device),
     )
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    sizes: Any = (shape,) if is_size(shape) else shape
+    if not (isinstance(sizes, list | tuple) and len(sizes) < 2 and all(is_size(m) and m > 0 for m in sizes)):
+        cure = "For several models use vmap over states."
+        refuse("shape", "() for one scale, (m,) for one per objective", shape, cure, ValueError)
+    return tuple(sizes)
 
 
 def _check(name: str, value: Any, cure: str) -> None:
@@ -153,12 +158,15 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
     return {key: getattr(state, key.removeprefix("_")).tolist() for key in _ENTRIES}
 
 
-def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | str | None = None) -> ScaleState:
+def scale_state_from_dict(
+    entries: Mapping[str, Any], *, shape: int | tuple[int, ...] = (), device: torch.device | str | None = None
+) -> ScaleState:
     """Convert the dict of `torch.amp.GradScaler.state_dict()` or `scale_state_to_dict` to a state.
 
     Args:
         entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`; each a number, or
             a list of m numbers for one scale per objective. If some are lists, a number applies to all m.
+        shape: `(m,)` or `m` to give each of m objectives the one scale of a `GradScaler`; `()` is what `entries` hold.
         device: the device of the five tensors.
 
     Returns:
@@ -175,10 +183,15 @@ def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | 
     lengths = {len(entry) for entry in entries.values() if isinstance(entry, list)}
     if len(lengths) > 1 or 0 in lengths:
         raise ValueError(f"{here()}: every list must have m numbers, one per objective, found {dict(entries)}. {cure}")
+    sizes = _sizes(shape) or tuple(lengths)
+    if lengths and sizes != tuple(lengths):
+        raise ValueError(
+            f"{here()}: shape must be that of the lists in entries, {lengths}, found {sizes}. Leave it out."
+        )
     tensors: dict[str, Tensor] = {}
     for key, dtype in _ENTRIES.items():
         for value in entries[key] if isinstance(entries[key], list) else [entries[key]]:
             _check(key, value, cure)
         tensor = torch.tensor(entries[key], dtype=dtype, device=device)
-        tensors[key.removeprefix("_")] = tensor.expand(tuple(lengths)).contiguous()
+        tensors[key.removeprefix("_")] = tensor.expand(sizes).contiguous()
     return ScaleState(**tensors)

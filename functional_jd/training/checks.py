@@ -108,6 +108,11 @@ def check_learning(
         journal.undo(again=True)
         set_random_state(draws)
         put_back()
+    if half := [name for name, x in named.items() if x.dtype == torch.float16 and training]:
+        _warn(
+            f"{where}: parameters must be in float32 to be trained, found float16 in {_few(half)}, where steps below "
+            "5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
+        )
     found = _leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, nodes)
     unlearned = [name for name, x in named.items() if id(x) not in found]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import loss_vector
+from functional_jd.aggregators.mean import mean
 from functional_jd.core.arguments import here, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.names import objective_names
@@ -75,9 +76,9 @@ def train_state(
             m. The graph of the losses decides, never values.
 
     Warns:
-        UserWarning: gradients in float16 without a scale; parameters that no loss reaches; running statistics of
-            normalization that move and are not returned as buffers; buffers other than keys that the losses move under
-            `private` or `noised`.
+        UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;
+            running statistics of normalization that move and are not returned as buffers; buffers other than keys that
+            the losses move under `private` or `noised`.
 
     Guarantees:
         The losses are evaluated twice. Generators (torch's, Python's and NumPy's) and tensors that they change in place
@@ -130,6 +131,51 @@ def train_state(
     check_ranks(losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
+
+
+def check(
+    losses: LossFunction,
+    params: Params,
+    *batch: Any,
+    scale: ScaleState | None = None,
+    buffers: Tree = (),
+    has_aux: bool = False,
+    constant: Collection[str] = (),
+) -> None:
+    """Check what trains wrongly without an error, once, before a loop by hand: as `train_state` does.
+
+    Args:
+        losses: as for `step`, and so are `params`, `batch`, `buffers` and `has_aux`.
+        scale: the loss scale of the loop; None is no scaling.
+        constant: as for `train_state`.
+
+    Raises:
+        ValueError: what `train_state` raises for losses and parameters; a call under a transform.
+
+    Warns:
+        UserWarning: as `train_state`.
+
+    Guarantees:
+        The losses are evaluated once. Generators and tensors that they change in place are put back.
+
+    Example:
+        >>> check(lambda params, x: (params["w"] - x).square(), {"w": torch.zeros(2)}, torch.ones(2))
+    """
+    leaves, _ = floating_leaves(params)
+    refuse_frozen(params)
+    if under_transform():
+        raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
+    placed = no_scale(device=leaves[0].device) if scale is None else scale
+    how: Any = {"scale": placed, "buffers": buffers, "has_aux": has_aux, "starting": True}
+    plan, *_ = prepare(losses, detach_parameters(params), batch, mean(), **how)
+    journal = StateJournal()
+    try:
+        check_learning(plan, journal, buffers, constant)
+    except TypeError as error:
+        note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
+        raise
+    finally:
+        journal.undo()
 
 
 def _check_losses(aggregator: Aggregator, losses: Losses) -> None:

@@ -97,7 +97,10 @@ class StepInfo(NamedTuple):
         losses: the values before the step, unscaled, in the structure that the losses gave them.
         weights: how much each row counted, `[m]`: float64 of the rules of the package, else of the dtype that the rule
             returns. Or a pytree like the Jacobian, or a dict of those of groups.
-        finite: bool with the scale's shape: which losses and rows were finite; none, if the direction is not.
+        finite: bool with the scale's shape: which losses and rows were finite; none, if the direction is not. A loss
+            that is not finite is flagged alone. If all losses are finite, flags may be shared: rows that are
+            differentiated together can spoil one another, and one backward pass has one flag for all.
+            `diagnostics.blame` tells them apart.
         moved: bool `[]`: whether the step was taken. It was skipped unless all are finite.
         gramian: float64 `[m, m]`, the Gramian that the rule received, alone or with the losses: zero for rows
             that overflowed, and `diagnose(info.gramian)` costs no derivative. `()` of a rule that receives none.
