@@ -118,9 +118,10 @@ def adamw(
             return on_shards(step, moving, direction, state, params)
         directions, first, second = map(partial(leaves_like, structure), (direction, state.first, state.second))
         rate = current_rate(lr, state.steps)
-        fits = state.steps.ndim == 0
+        fits, alike = state.steps.ndim == 0, True
         for p, d, m, v in zip(leaves, directions, first, second, strict=True):
             fits = fits and p.shape == d.shape == m.shape == v.shape
+            alike = alike and p.dtype == v.dtype
             if v.dtype == torch.float16:
                 _refuse_float16(state)
         if not fits:
@@ -133,7 +134,7 @@ def adamw(
         exact = rate.is_cpu or all(p.dtype.itemsize <= 4 for p in leaves) if isinstance(rate, Tensor) else True
         fused = fused_adamw and are_numbers and (len(leaves) >= _MANY or not torch.compiler.is_compiling())
         # The kernel of an accelerator takes a rate in float32.
-        if exact and fused and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
+        if exact and fused and alike and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = leaves, directions, first, second
             new = _fused(columns, state.steps, moving, rate, (b1, b2, weight_decay, eps))
             params, first, second = [tree_unflatten(structure, list(column)) for column in new]

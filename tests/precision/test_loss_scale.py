@@ -497,6 +497,18 @@ def test_entries_that_are_wrong_are_named(change, words):
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available:UserWarning")
+def test_one_scale_of_a_scaler_becomes_one_for_each_loss():
+    entries = scale_state_to_dict(scale_state(2.0**10)._replace(growth_tracker=torch.tensor(7, dtype=torch.int32)))
+    for shape in (3, (3,)):
+        state = scale_state_from_dict(entries, shape=shape)
+        assert state.scale.tolist() == [2.0**10] * 3
+        assert state.growth_tracker.tolist() == [7] * 3
+    assert scale_state_from_dict(scale_state_to_dict(state), shape=3).scale.tolist() == [2.0**10] * 3
+    for wrong, words in (((2,), "that of the lists"), ("many", "one per objective")):
+        with pytest.raises(ValueError, match=f"scale_state_from_dict: shape must be .*{words}"):
+            scale_state_from_dict(scale_state_to_dict(state), shape=wrong)
+
+
 def test_the_dict_of_a_disabled_scaler_names_the_cure():
     with pytest.raises(ValueError, match=r"disabled GradScaler .*no_scale\(\)"):
         scale_state_from_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())

@@ -256,3 +256,26 @@ def test_buffers_of_any_module_that_are_lost_are_told(make):
     begin(carried, params, buffers=buffers)
     net.eval()
     begin(dropped, params)
+
+
+def test_a_loop_by_hand_checks_what_train_state_does():
+    net, params, buffers = network()
+    call = fj.functional(net)
+    kept = lambda p, b, x, y: (lambda found: (error(found[0], y), found[1]))(call(p, b, x))
+    before = {name: x.clone() for name, x in buffers.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fj.check(kept, params, X, Y, buffers=buffers, scale=fj.scale_state(shape=2))
+    assert all(torch.equal(x, before[name]) for name, x in buffers.items())
+    with pytest.warns(UserWarning, match="check: the losses must return the running statistics"):
+        fj.check(LOSING["dropped"](net, buffers), params, X, Y)
+    with pytest.raises(ValueError, match="check: the losses must depend on the parameters"):
+        fj.check(lambda p, x, y: error(net(x).detach(), y), params, X, Y)
+    with pytest.raises(ValueError, match="check: expected a call outside of transforms"):
+        torch.vmap(lambda x: fj.check(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, x))(X)
+
+
+def test_float16_parameters_are_named():
+    half = {"w": torch.ones(2).half(), "b": torch.zeros(2)}
+    with pytest.warns(UserWarning, match="parameters must be in float32 to be trained, found float16 in 'w'"):
+        begin(lambda p, x: ((p["w"] * x).float() + p["b"]).square(), half, X[0, :2].half(), scale=fj.scale_state())
