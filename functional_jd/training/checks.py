@@ -108,11 +108,7 @@ def check_learning(
         journal.undo(again=True)
         set_random_state(draws)
         put_back()
-    if half := [name for name, x in named.items() if x.dtype == torch.float16 and training]:
-        _warn(
-            f"{where}: parameters must be in float32 to be trained, found float16 in {_few(half)}, where steps below "
-            "5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
-        )
+    _warn_of_float16_parameters(plan, training)
     found = _leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, nodes)
     unlearned = [name for name, x in named.items() if id(x) not in found]
@@ -142,6 +138,16 @@ def _warn_of_float16(plan: Plan, roots: list[Any]) -> None:
         _warn(
             f"{here()}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
             "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
+        )
+
+
+def _warn_of_float16_parameters(plan: Plan, training: bool) -> None:
+    params = plan.args[0]
+    half = [name for name, x in zip(tree_names(params), tree_leaves(params), strict=True) if x.dtype == torch.float16]
+    if half and training:
+        _warn(
+            f"{here()}: parameters must be in float32 to be trained, found float16 in {_few(half)}, where steps "
+            "below 5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
         )
 
 

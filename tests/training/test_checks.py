@@ -167,6 +167,7 @@ def test_gradients_that_pass_through_float16_want_a_scale(through, dtype):
     params = {"w": torch.ones(3, dtype=dtype if through == "parameters" else torch.float32)}
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "train_state: parameters must be in float32")
         begin(f, params)
         fj.weights_fn(f, fj.mean())(params, X, Y)
         here = len(seen)
