@@ -155,7 +155,7 @@ def adamw(
 
         old = zip(leaves, first, second, strict=True)
         rows = zip(map(moved, leaves, directions, first, second), old, strict=True)
-        chosen = [[_kept(moving, x.to(old[0].dtype), y) for x, y in zip(new, old, strict=True)] for new, old in rows]
+        chosen = [[_kept(moving, x.to(y.dtype), y) for x, y in zip(new, old, strict=True)] for new, old in rows]
         params, first, second = (tree_unflatten(structure, list(column)) for column in zip(*chosen, strict=True))
         return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 

@@ -166,6 +166,7 @@ def check(
     if under_transform():
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
     placed = no_scale(device=leaves[0].device) if scale is None else scale
+    buffers = tree_map(lambda x: x.detach().clone(), buffers)
     how: Any = {"scale": placed, "buffers": buffers, "has_aux": has_aux, "starting": True}
     plan, *_ = prepare(losses, detach_parameters(params), batch, mean(), **how)
     journal = StateJournal()
