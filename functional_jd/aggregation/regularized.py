@@ -51,10 +51,8 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
         tensor([0.7500, 1.0000, 0.1000], dtype=torch.float64)
     """
     check_rule(rule)
-    check_mapping("regularized", "fixed", fixed, "Pass for instance {'kl': 0.1}.")
-    chosen = {
-        name: number("regularized", f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()
-    }
+    check_mapping("fixed", fixed, "Pass for instance {'kl': 0.1}.")
+    chosen = {name: number(f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()}
     inner = as_view(rule.view)
     if not chosen or inner.groups is not None:
         found = "a rule by groups: take grouped({'trunk': regularized(...), ...})" if chosen else "no fixed weight"

@@ -41,10 +41,10 @@ def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState |
         >>> blame(losses, {"w": torch.ones(2), "b": torch.ones(2)})
         {'w': tensor([True, True]), 'b': tensor([ True, False])}
     """
-    check_losses("blame", losses, 0, False)
-    factor, args = None if scale is None else multiplier(scale, "blame"), (params, *batch)
-    objectives, kind = found_kind(losses, 0, args, "blame")
-    plan = Plan("blame", False, factor, is_differentiable((args, factor)), "loop")
+    check_losses(losses, 0, False)
+    factor, args = None if scale is None else multiplier(scale), (params, *batch)
+    objectives, kind = found_kind(losses, 0, args)
+    plan = Plan(False, factor, is_differentiable((args, factor)), "loop")
     rows = rows_of(kind.jacobian(objectives, args, plan)[0])
 
     def finite(leaf: Tensor) -> Tensor:
