@@ -228,6 +228,7 @@ def test_a_derivative_of_the_step_is_right():
     torch.testing.assert_close(pushed, difference, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:train_state. parameters must be in float32")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_parameters_keep_their_dtype(dtype):
     params, features, top, batch = two_tasks(dtype=dtype)
