@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -83,7 +84,8 @@ def prepare(
     )
     if isinstance(engine, str) and engine == "auto":
         with_rows, shape = kind.row_params(losses, params), scale.scale.shape
-        own = leaves if with_rows is params else tree_leaves(with_rows)
+        # torch 2.11 cannot compile `is` of dicts.
+        own = leaves if not torch.compiler.is_compiling() and with_rows is params else tree_leaves(with_rows)
         m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
         choice = choose_engine(view, m, own, batch, kind, sharded=sharded)
         return plan, ENGINES[choice.engine], choice
