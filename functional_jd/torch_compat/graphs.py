@@ -2,19 +2,15 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import wraps
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 from torch.overrides import has_torch_function
 
 from functional_jd.torch_compat.torch_internals import private
 
-_DispatchMode: Any = private("utils._python_dispatch.TorchDispatchMode", "compiled", otherwise=nullcontext)
 _mode_stack: Any = private("overrides._get_current_function_mode_stack", "compiled")
 
 
@@ -28,16 +24,11 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # loads much: only when it is called for
 
-    @wraps(f)
-    def placed(*args: Tensor) -> list[Any]:
-        with _ZeroTangents(*devices) if len(devices) == 1 else nullcontext():
-            return f(*args)
-
     devices = {x.device for x in inputs}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Accessing the data pointer of FakeTensor")
-            trace: Any = make_fx(placed, tracing_mode="fake", _allow_non_fake_inputs=True)
+            trace: Any = make_fx(f, _zeros_on(devices), tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
     except (RuntimeError, UserWarning) as error:
         if "tensors do not have strides" in str(error):
@@ -57,6 +48,13 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     return graph
 
 
+def _zeros_on(devices: set[torch.device]) -> dict[Any, Any]:
+    """What makes the zeros of forward mode. Torch makes them on "meta", without memory: they move to the device."""
+    op = getattr(torch.ops.aten, "_efficientzerotensor", None)
+    device: Any = {"device": next(iter(devices))} if len(devices) == 1 else {}
+    return {} if op is None else {op.default: lambda size, **how: torch.zeros(size, **{**how, **device})}
+
+
 _SYMBOLS: Any = {torch.SymInt, torch.SymFloat, torch.SymBool}
 
 
@@ -67,34 +65,6 @@ def _needs_values(found: str) -> RuntimeError:
         "and keep numbers as tensors, without .item() or .numpy(). Of torch.optim, Adam reads its count of steps: take "
         "adamw. Where forward mode fails (jvp, jacfwd, hessian), take torch.func.grad or jacrev."
     )
-
-
-class _ZeroTangents(_DispatchMode):
-    """Moves zeros of forward mode to a device: torch makes them on "meta", where tensors have no values."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:  # torch's control flow compiles what it is given, with this mode on as without
-        return True
-
-    ignore_compile_internals = is_infra_mode
-
-    def __init__(self, device: torch.device):
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if hasattr(func, "_schema"):  # control flow wants its containers as they are
-            args, kwargs = map_aggregate((args, kwargs), self._placed)
-        return func(*args, **kwargs)
-
-    def _placed(self, given: Any) -> Any:
-        if isinstance(given, torch.device):
-            return self.device if given.type == "meta" else given
-        lost = isinstance(given, Tensor) and given.device.type == "meta" and given._is_zerotensor()
-        return torch.zeros(given.shape, dtype=given.dtype, device=self.device) if lost else given
 
 
 def function_modes() -> list[Any]:
@@ -177,10 +147,6 @@ def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
 
 def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph by inductor, for tensors of these shapes."""
-    for node in graph.graph.nodes:
-        if str(node.target) == "aten._efficientzerotensor.default":  # it has no memory, which inductor would read
-            node.target = torch.ops.aten.zeros.default
-    graph.recompile()
     compile_: Any = private("_inductor.standalone_compile", "compiled")  # loads much: only when it is called for
     with torch.no_grad():
         return compile_(graph, [x.detach() for x in inputs], dynamic_shapes="from_example_inputs")

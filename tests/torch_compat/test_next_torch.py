@@ -166,7 +166,6 @@ REPLACED = {
     **dict.fromkeys(("_fused_adamw_", "_foreach_copy_", "_foreach_mul"), step),
     "Node._input_metadata": many_losses,
     "_C._len_torch_dispatch_stack": draws,
-    "utils._python_dispatch.TorchDispatchMode": graph,
 }
 """By name, a feature that is as good without it."""
 
@@ -174,7 +173,6 @@ TORCH_NEEDS = {
     "autograd.Variable._execution_engine",
     "utils.checkpoint._CheckpointFrame",
     "overrides._get_current_function_mode_stack",
-    "utils._python_dispatch.TorchDispatchMode",
     *(name for name in (*FEATURES, *REPLACED) if name.startswith("_functorch")),
 }
 """Names that torch itself uses in the feature: they are back when this package was imported without them."""
