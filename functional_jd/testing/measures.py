@@ -31,8 +31,11 @@ def checked(law: Law) -> Law:
 
     @wraps(law)
     def run(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-        check_rule(rule)
-        check_case(jacobian, others, losses)
+        try:
+            check_rule(rule)
+            check_case(jacobian, others, losses)
+        except (TypeError, ValueError) as error:  # which begins with the name of another function, or of the package
+            raise type(error)(f"{law.__name__}:{str(error).partition(':')[2]}") from None
         law(rule, jacobian, *others, losses=losses)
 
     return run

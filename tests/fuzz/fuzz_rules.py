@@ -157,7 +157,7 @@ def _view(name: str, fine: dict[str, Any]) -> Call:
     def look(jacobian, other, losses):
         return getattr(jd.views, name)(jacobian, other, losses=losses)
 
-    names = ("aggregate", "full_jacobian", "losses", name.removesuffix("_and_losses"))
+    names = ("aggregate", "full_jacobian", "losses", "view", name.removesuffix("_and_losses"))
     return Call(look, lambda: {"jacobian": rows(), "other": rows(), "losses": values()}, fine, names=names)
 
 
