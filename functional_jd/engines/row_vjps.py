@@ -264,7 +264,10 @@ def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
     """
     if plan.scale is None or not plan.scale.ndim:
         return scales[0]
-    return (common_inverse(weights / scales).reciprocal().view(torch.int32) & _EXPONENT).view(torch.float32)
+    largest = common_inverse(weights / scales).reciprocal()
+    if under_transform():  # torch 2.11 has no batching rule for views with another dtype
+        return largest / (2 * torch.frexp(largest).mantissa)
+    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
 def common_inverse(weights: Tensor) -> Tensor:
