@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from functional_jd.core.heads import rows_of
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.tree import tree_map
@@ -46,9 +44,5 @@ def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState |
     objectives, kind = found_kind(losses, 0, args)
     plan = Plan(False, factor, is_differentiable((args, factor)), "loop")
     rows = rows_of(kind.jacobian(objectives, args, plan)[0])
-
-    def finite(leaf: Tensor) -> Tensor:
-        return magnitudes(as_matrix(leaf)).isfinite()
-
     with autocast_disabled():
-        return tree_map(finite, rows)
+        return tree_map(lambda leaf: magnitudes(as_matrix(leaf)).isfinite(), rows)

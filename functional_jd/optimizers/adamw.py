@@ -164,12 +164,10 @@ def adamw(
 
 def _refuse_float16(state: AdamwState) -> None:
     """Raise for averages of squares that float16 loses: those of directions below 2e-4 are zero."""
-    pairs = zip(tree_names(state.second), tree_leaves(state.second), strict=True)
-    name = next(name for name, v in pairs if v.dtype == torch.float16)
-    raise ValueError(
-        f"adamw: averages must be in float32, found float16 in {name!r}, where squares below 6e-8 vanish. Start again "
-        "with init(params), or cast the averages by .float()."
-    )
+    dtypes = dict(zip(tree_names(state.second), (v.dtype for v in tree_leaves(state.second)), strict=True))
+    name = next(name for name in dtypes if dtypes[name] == torch.float16)
+    found = f"found float16 in {name!r}, where squares below 6e-8 vanish"
+    raise ValueError(f"adamw: averages must be in float32, {found}. Start again with init(params).")
 
 
 def _fused(
