@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function, here, refuse
+from functional_jd.core.arguments import check_flag, check_function, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
@@ -138,7 +138,7 @@ def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) ->
                 "losses=..., aggregator=..., optimizer=...). A tuple, a NamedTuple or a list is spread: to pass it as "
                 "one argument, wrap it: (batch,)"
             )
-            note_call(error, step, 1 + len(given), f"{here()}: step", text)
+            note_call(error, step, 1 + len(given), f"{watch.name}: step", text)
             raise
         yield state, info
         # Afterwards, so that the last step is seen too.
