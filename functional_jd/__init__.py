@@ -74,15 +74,13 @@ from functional_jd.torch_compat.callers import SlowPathWarning
 from functional_jd.training.accumulate import accumulate
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.compiled import compiled
-from functional_jd.training.loop import fit, steps
-from functional_jd.training.prepare import chosen_engine
+from functional_jd.training.driver import chosen_engine
+from functional_jd.training.loop import TrainingStalled, fit, steps
 from functional_jd.training.private import private
-from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import check, train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
-from functional_jd.training.weigh import weigh
-from functional_jd.training.weights import FoundWeights, weights_fn
+from functional_jd.training.weights import FoundWeights, weigh, weights_fn
 
 if TYPE_CHECKING:
     from functional_jd import distributed as distributed

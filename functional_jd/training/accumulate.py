@@ -22,8 +22,7 @@ from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
 from functional_jd.training.checks import detach_parameters
-from functional_jd.training.driver import observe, pulled, weighed
-from functional_jd.training.prepare import prepare
+from functional_jd.training.driver import observe, prepare, pulled, weighed
 
 
 @displayed_as(outline)

@@ -30,8 +30,7 @@ from functional_jd.training.checks import (
     keys_of,
     refuse_frozen,
 )
-from functional_jd.training.driver import started
-from functional_jd.training.prepare import check_method, prepare
+from functional_jd.training.driver import check_method, prepare, started
 from functional_jd.training.state import TrainState, note_losses
 
 

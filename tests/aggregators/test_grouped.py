@@ -28,7 +28,7 @@ from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.testing import batched, compiled, differentiable, jacobians, laws_of, non_finite
-from functional_jd.training.prepare import chosen_engine
+from functional_jd.training.driver import chosen_engine
 from functional_jd.training.start import train_state
 from functional_jd.training.step import step
 

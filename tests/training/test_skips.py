@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_jd as jd
 from functional_jd import StepInfo, TrainingStalled
-from functional_jd.training.skips import SkipWatch, was_taken
+from functional_jd.training.loop import SkipWatch, was_taken
 
 NAMES = ["far", "near"]
 
