@@ -47,8 +47,6 @@ def pictures() -> dict[str, Callable[[], Any]]:
     """How each function is called for its picture: it returns axes, or a list of them."""
     infos, states = _training()
     two = {name: RULES[name] for name in ("mean", "upgrad")}
-    t = torch.linspace(0, 1, 7, dtype=torch.float64)
-    solutions = torch.stack([t.square(), (1 - t).square(), (t - 0.5).square(), (t - 0.2).abs() + 0.1], dim=1)
     cosines = torch.tensor([[1.0, -0.6, 0.3], [-0.6, 1.0, 0.1], [0.3, 0.1, 1.0]])
     return {
         "cone": partial(plotting.cone, ROWS, RULES, names=["cost", "time"]),
@@ -58,7 +56,6 @@ def pictures() -> dict[str, Callable[[], Any]]:
         "history": partial(plotting.history, infos, states),
         "losses": partial(plotting.losses, infos),
         "norms": partial(plotting.norms, infos),
-        "parallel": partial(plotting.parallel, solutions, ["time", "cost", "noise", "weight"]),
         "scales": partial(plotting.scales, states, infos),
         "trajectories": partial(plotting.trajectories, plotting.quadratics(), two),
         "weights": partial(plotting.weights, infos),

@@ -16,7 +16,7 @@ if find_spec("matplotlib") is None:
     )
 
 from functional_jd.plotting.directions import cone, heatmap
-from functional_jd.plotting.front import front, parallel
+from functional_jd.plotting.front import front
 from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
 from functional_jd.plotting.style import PALETTE, legend
 from functional_jd.plotting.trajectories import (
@@ -24,7 +24,6 @@ from functional_jd.plotting.trajectories import (
     Path,
     Problem,
     descend,
-    fonseca_fleming,
     quadratics,
     trajectories,
     two_valleys,
@@ -38,14 +37,12 @@ __all__ = [
     "cone",
     "conflicts",
     "descend",
-    "fonseca_fleming",
     "front",
     "heatmap",
     "history",
     "legend",
     "losses",
     "norms",
-    "parallel",
     "quadratics",
     "scales",
     "trajectories",

@@ -1,4 +1,4 @@
-"""The Pareto front of two losses, and parallel coordinates of any number of them."""
+"""The Pareto front of two losses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,6 @@ from functional_jd.core.names import names_or_indices
 from functional_jd.fronts.points import knee, non_dominated
 from functional_jd.fronts.train import Front
 from functional_jd.plotting.style import (
-    PALETTE,
     Array,
     Ax,
     as_array,
@@ -32,7 +31,7 @@ def front(
     *,
     reference: Tensor | None = None,
 ) -> Ax:
-    """Plot points of two losses, and the front of the nondominated ones. For more losses: `parallel`.
+    """Plot points of two losses, and the front of the nondominated ones.
 
     Args:
         points: `[k, 2]`, losses; or a mapping from names to such sets, for instance one per rule, with a common front;
@@ -76,7 +75,7 @@ def _checked_groups(points: Any, reference: Any) -> dict[str, Tensor]:
     groups: dict[str, Tensor] = dict(losses) if isinstance(losses, Mapping) else {"": losses}
     for name, group in groups.items():
         argument, shape = f"points {name!r}" if name else "points", "[k, 2], two losses each"
-        cure = "Select two losses, points[:, [0, 2]], or draw all with parallel."
+        cure = "Select two losses, points[:, [0, 2]]."
         check_points(argument, group, shape, lambda _, m: m == 2, cure)
     if not sum(map(len, groups.values())):
         raise ValueError("front: points must be at least one, found none. Pass losses [k, 2].")
@@ -95,44 +94,3 @@ def _dominated_area(ax: Ax, steps: Array, reference: Array, color: Any) -> None:
         below = np.append(inside[:, 1], inside[-1, 1])
         ax.fill_between(across, below, reference[1], step="post", color=color, alpha=0.08, linewidth=0)
     ax.plot(*reference.reshape(2, 1), color=color, linestyle="none", marker="x", markersize=9, label="reference")
-
-
-def parallel(points: Tensor | Front, names: Sequence[str] | None = None, ax: Ax | None = None) -> Ax:
-    """Plot solutions of any number of losses: a line for each, through its losses side by side.
-
-    Each loss is drawn between the least and the largest that it has on the front, 0 and 1. Where lines cross between
-    two losses, these are in conflict.
-
-    Args:
-        points: `[k, m]`, losses; or a `fronts.Front`.
-        names: the names of the losses.
-        ax: the axes to draw on; `None` creates a figure.
-
-    Returns:
-        The axes: full lines for solutions on the front, the knee among them thick, faint and dashed ones for the
-        others. A line has a gap where a loss is not finite.
-    """
-    points = points.losses if isinstance(points, Front) else points
-    shape, cure = "[k, m], two losses or more each", "Stack the losses of k points."
-    check_points("points", points, shape, lambda k, m: k > 0 and m > 1, cure)
-    m = points.shape[1]
-    labels = names_or_indices([f"loss {i}" for i in range(m)] if names is None else names, m)
-    points = points.detach().double().cpu()
-    on_front, chosen = non_dominated(points), int(knee(points))
-    low = torch.where(on_front.unsqueeze(1), points, torch.inf).amin(0)
-    width = torch.where(on_front.unsqueeze(1), points, -torch.inf).amax(0) - low
-    heights = as_array((points - low) / torch.where(width > 0, width, 1))
-    ax = axes_or_new(ax, (6.0, 4.2))
-    quiet(ax, ylabel="from the least to the largest on the front")
-    ax.set_xticks(range(m), labels)
-    styles: dict[str, dict[str, Any]] = {
-        "dominated": {"color": text_color(ax), "alpha": 0.35, "linestyle": "--", "linewidth": 1.0},
-        "on the front": {"color": PALETTE[0], "alpha": 0.7, "linewidth": 1.3, "marker": "o", "markersize": 4},
-        "knee": {"color": PALETTE[3], "linewidth": 3.0, "marker": "o", "markersize": 6},
-    }
-    on_knee = torch.arange(len(points)) == chosen
-    for (label, style), drawn in zip(styles.items(), (~on_front, on_front & ~on_knee, on_front & on_knee), strict=True):
-        for k, line in enumerate(heights[drawn.numpy()]):
-            ax.plot(range(m), line, **style, label="_" if k else label)
-    legend(ax)
-    return ax

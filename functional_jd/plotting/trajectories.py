@@ -192,34 +192,8 @@ def two_valleys() -> Problem:
     return _problem(losses, torch.stack([x, y], 1), window, starts, adamw(0.05, weight_decay=0.0), 800)
 
 
-def fonseca_fleming() -> Problem:
-    """Two smooth losses with a nonconvex front: a mean of the losses is minimal at one of its ends, never between.
-
-    `losses_i = 1 - exp(-|x -+ c|^2)` with `c = (1, 1) / sqrt(2)`; the Pareto set is the segment from c to -c.
-
-    Returns:
-        `Problem`, with five starts.
-
-    Source:
-        Fonseca & Fleming, An overview of evolutionary algorithms in multiobjective optimization, Evolutionary
-        Computation 3, 1995, with two variables.
-    """
-    corner = math.sqrt(0.5)
-
-    def losses(point: Tensor) -> Tensor:
-        return -torch.expm1(-torch.stack([(point - corner).square().sum(), (point + corner).square().sum()]))
-
-    line = torch.linspace(corner, -corner, 101, dtype=torch.float64)
-    starts = [[-0.7, 1.3], [1.5, 0.1], [0.4, -1.3], [-1.5, 0.2], [0.9, 1.4]]
-    return _problem(losses, torch.stack([line, line], 1), [[-1.9, -1.9], [1.9, 1.9]], starts, sgd(0.1), 200)
-
-
-PROBLEMS: dict[str, Callable[[], Problem]] = {
-    "quadratics": quadratics,
-    "two valleys": two_valleys,
-    "Fonseca and Fleming": fonseca_fleming,
-}
-"""The three problems by name."""
+PROBLEMS: dict[str, Callable[[], Problem]] = {"quadratics": quadratics, "two valleys": two_valleys}
+"""The problems by name."""
 
 
 def _problem(losses: Callable[[Tensor], Tensor], pareto: Tensor, window: Any, starts: Any, *others: Any) -> Problem:

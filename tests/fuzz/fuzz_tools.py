@@ -92,11 +92,6 @@ PLOTTING = {
         },
         {"names": NAMES, "reference": OPTION},
     ),
-    "parallel": _plot(
-        plotting.parallel,
-        lambda: {"points": _points(), "names": ["a", "b"], "ax": _axes()},
-        {"names": NAMES},
-    ),
     "heatmap": _plot(
         plotting.heatmap,
         lambda: {"matrix": eye(2), "names": ["a", "b"], "ax": _axes()},
@@ -119,7 +114,6 @@ PLOTTING = {
     ),
     "norms": _plot(plotting.norms, lambda: {"infos": _records(), "ax": _axes()}),
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
-    "fonseca_fleming": Call(plotting.fonseca_fleming, dict),
     "two_valleys": Call(plotting.two_valleys, dict),
     "scales": _plot(
         plotting.scales,

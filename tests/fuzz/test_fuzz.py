@@ -94,7 +94,7 @@ def test_garbage_is_refused_by_name_or_taken_for_a_reason(home, name):
 ON_THE_HOST = {
     "to_checkpoint": "version, names and digests are for files",
     "from_torch": "torch counts steps there, where its kernels do not take a count on the device",
-    **dict.fromkeys(("lattice", "quadratics", "fonseca_fleming", "two_valleys"), "takes no tensors"),
+    **dict.fromkeys(("lattice", "quadratics", "two_valleys"), "takes no tensors"),
 }
 """The calls of whose results some stand on the host, and why."""
 

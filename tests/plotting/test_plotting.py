@@ -87,7 +87,6 @@ PICTURES = {
     "front": lambda ax: plotting.front(
         {"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax, reference=torch.ones(2)
     ),
-    "parallel": lambda ax: plotting.parallel(torch.linspace(0, 9, 20).sin().reshape(5, 4), None, ax),
 }
 
 
@@ -428,16 +427,11 @@ def _published(x, y):
     return 0.1 * (f1 * c1 + g1 * c2), f2 * c1 + g2 * c2
 
 
-def _fonseca(x, y):
-    c = 1 / math.sqrt(2)
-    return 1 - math.exp(-((x - c) ** 2) - (y - c) ** 2), 1 - math.exp(-((x + c) ** 2) - (y + c) ** 2)
-
-
 def _bowls(x, y):
     return 0.5 * ((x + 1) ** 2 + 10 * (y + 0.6) ** 2), 0.5 * (10 * (x - 1) ** 2 + (y - 0.6) ** 2)
 
 
-PUBLISHED = {"quadratics": _bowls, "two valleys": _published, "Fonseca and Fleming": _fonseca}
+PUBLISHED = {"quadratics": _bowls, "two valleys": _published}
 
 
 BUILT = {name: build() for name, build in plotting.PROBLEMS.items()}
@@ -492,7 +486,7 @@ def test_descent_is_the_loop_that_one_would_write():
 
 
 def test_no_start_knows_of_the_others_and_every_kind_of_rule_runs():
-    problem, key = plotting.fonseca_fleming(), jd.random.key(3)
+    problem, key = plotting.quadratics(), jd.random.key(3)
     rules = [jd.upgrad(), jd.pcgrad(key), jd.graddrop(key), jd.nash_mtl(), jd.modo(), jd.famo(), jd.db_mtl()]
     for rule in rules:
         together = plotting.descend(problem, rule, steps=3)
@@ -594,21 +588,6 @@ def test_the_area_up_to_the_reference_is_the_hypervolume():
     assert not plotting.front(points + 2, reference=reference).collections
 
 
-def test_parallel_coordinates_run_from_the_least_to_the_largest_on_the_front():
-    points = torch.tensor([[0.0, 2.0, 4.0, 1.0], [2.0, 0.0, 0.0, 1.0], [0.5, 0.5, 1.0, 1.0], [1.0, 1.0, 3.0, 1.0]])
-    ax = plotting.parallel(points, ["a", "b", "c", "d"])
-    heights = {tuple(line.get_ydata()): line.get_label() for line in ax.get_lines()}
-    assert heights == {
-        (0, 1, 1, 0): "on the front",
-        (1, 0, 0, 0): "_",
-        (0.25, 0.25, 0.25, 0): "knee",
-        (0.5, 0.5, 0.75, 0): "dominated",
-    }
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b", "c", "d"]
-    assert ax.get_lines()[0].get_label() == "dominated"
-    assert len(plotting.parallel(jd.fronts.Front(None, points, points)).get_lines()) == 4
-
-
 def test_the_front_has_full_markers_and_the_rest_hollow_ones():
     points = {"one": torch.tensor([[0.0, 3.0], [2.0, 2.0]]), "two": torch.tensor([[1.0, 1.0], [3.0, 0.0], [3.0, 1.0]])}
     ax = plotting.front(points, ["left", "right"])
@@ -643,8 +622,6 @@ WRONG = [
         lambda: plotting.descend(QUADRATICS, jd.mean(), starts=torch.zeros(2)),
         r"starts must be .*\[s, 2\].*\[2\]",
     ),
-    (lambda: plotting.parallel([[1.0, 2.0]]), r"parallel: points must be real numbers \[k, m\]"),
-    (lambda: plotting.parallel(torch.ones(2, 3), ["one"]), "parallel: expected one name for each of 3"),
     (
         lambda: plotting.front({"mine": torch.zeros(4, 3)}),
         r"front: points 'mine' must be .*\[k, 2\].*\[4, 3\]",
@@ -655,13 +632,6 @@ WRONG = [
     (
         lambda: plotting.trajectories(QUADRATICS, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))}),
         r"trajectories: rules must be points \[steps \+ 1, s, 2\] in 'mine', found torch.float32 \[3, 2\]",
-    ),
-    *(
-        (
-            lambda points=points: plotting.parallel(points),
-            r"must be real numbers \[k, m\], two losses or more",
-        )
-        for points in (torch.ones(3, 1), torch.ones(0, 4), torch.ones(2, 2, 2))
     ),
 ]
 
