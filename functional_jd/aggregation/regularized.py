@@ -55,8 +55,10 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     chosen = {name: number(f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()}
     inner = as_view(rule.view)
     if not chosen or inner.groups is not None:
-        found = "a rule by groups: take grouped({'trunk': regularized(...), ...})" if chosen else "no fixed weight"
-        raise ValueError(f"regularized: expected a rule for all parameters, and a fixed weight, found {found}.")
+        found = (
+            "a rule by groups. Take grouped({'trunk': regularized(...), ...})" if chosen else "none. Pass {'kl': 0.1}"
+        )
+        raise ValueError(f"regularized: expected a rule for all parameters, and fixed weights, found {found}.")
 
     def receive(seen: Observation) -> tuple[Any, Tensor, Tensor]:
         """What the rule receives; the fixed weights `[m]`, zero for the others; and where its own belong, `[m, k]`."""

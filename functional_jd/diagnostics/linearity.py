@@ -6,10 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.views import loss_vector
-from functional_jd.core.arguments import check_flag
-from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.arguments import POSITIVE, check_number
+from functional_jd.core.rows import at_least_float32, magnitudes
+from functional_jd.core.tree import floating_leaves, tree_unflatten
 from functional_jd.core.types import Params
+from functional_jd.engines.evaluate import check_losses, element_count, evaluate_losses
+from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.plan import Plan
+from functional_jd.engines.row_vjps import dense, jacobian_rows
+from functional_jd.engines.vjp import vjp
 
 
 def linear_backward(
@@ -35,20 +40,20 @@ def linear_backward(
         >>> diagnostics.linear_backward(lambda p: {"a": p.square().sum(), "b": p.exp().sum()}, torch.ones(2))
         tensor([True, True])
     """
-    check_flag("has_aux", has_aux)
-    starts = tree_map(lambda p: p.detach().requires_grad_(), params)
-    leaves: list[Tensor] = tree_leaves(starts)
-    with torch.enable_grad():
-        found = losses(starts, *batch)
-        values = loss_vector(found[0] if has_aux else found)
+    check_losses(losses, 0, has_aux)
+    check_number("factor", factor, POSITIVE, "A power of two is exact.")
+    leaves, structure = floating_leaves(params)
+    plan = Plan(has_aux, None, differentiable=False, mode="loop", examples=kind_of(losses).rows_are_examples)
+    evaluate = lambda inputs: evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), plan)
+    point = vjp(evaluate, leaves, plan)
+    m, like = element_count(point.outputs), point.outputs[0]
 
-    def gradients(value: Tensor, cotangent: float) -> list[Tensor]:
-        given = torch.full_like(value, cotangent)
-        return [*torch.autograd.grad(value, leaves, given, retain_graph=True, materialize_grads=True)]
+    def rows(by: float) -> list[Tensor]:
+        found = dense(jacobian_rows(point, like.new_full((m,), by), plan), leaves, m)
+        return [at_least_float32(x.reshape(m, -1)) for x in found]
 
-    def apart(one: Tensor, many: Tensor) -> Tensor:
-        bound = torch.finfo(one.dtype).eps ** 0.5 * many.abs().max()
-        return ((many - factor * one).abs() <= bound).all() | ~many.isfinite().all()
-
-    close = [[apart(*pair) for pair in zip(gradients(v, 1.0), gradients(v, factor), strict=True)] for v in values]
-    return torch.stack([torch.stack([x.to(values.device) for x in own]).all() for own in close])
+    linear = like.new_ones(m, dtype=torch.bool)
+    for leaf, one, many in zip(leaves, rows(1.0), rows(factor), strict=True):
+        bound = torch.finfo(leaf.dtype).eps ** 0.5 * magnitudes(many)
+        linear &= ((magnitudes(many - factor * one) <= bound) | ~bound.isfinite()).to(like.device)
+    return linear

@@ -95,7 +95,9 @@ def accumulate(
     check_losses(losses, 0, False)
     check_rule(aggregator)
     leaves, _ = floating_leaves(params)
-    parts = [*parts]
+    if not all(isinstance(x, Tensor) for x in tree_leaves(state)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("state", "what the last call returned, or None", state, "Pass found.state.")
+    parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
     own, scale = detach_parameters(params), no_scale(device=leaves[0].device) if scale is None else scale

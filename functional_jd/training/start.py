@@ -16,6 +16,7 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
+from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
@@ -98,8 +99,7 @@ def train_state(
     leaves, _ = floating_leaves(params)
     refuse_frozen(params)
     check_noise(losses, aggregator, optimizer)
-    if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
+    _check_buffers(buffers)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params, place = replicate(detach_parameters(params)), _place(leaves)
@@ -160,8 +160,10 @@ def check(
     Example:
         >>> check(lambda params, x: (params["w"] - x).square(), {"w": torch.zeros(2)}, torch.ones(2))
     """
+    check_losses(losses, 0, has_aux)
     leaves, _ = floating_leaves(params)
     refuse_frozen(params)
+    _check_buffers(buffers)
     if under_transform():
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
     placed = no_scale(device=leaves[0].device) if scale is None else scale
@@ -176,6 +178,11 @@ def check(
         raise
     finally:
         journal.undo()
+
+
+def _check_buffers(buffers: Tree) -> None:
+    if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
 
 
 def _check_losses(aggregator: Aggregator, losses: Losses) -> None:

@@ -228,7 +228,63 @@ def _keep(info: Any) -> None:
     pass
 
 
+def _accumulated(parts, params, losses, returned, **others):
+    return jd.accumulate(_returning(returned, losses), parts, params=params, **others)
+
+
+def _checked(params, x, losses, returned, **others):
+    return jd.check(_returning(returned, losses), params, x, **others)
+
+
+def _searched(f, losses, returned, params, x, **others):
+    return f(_returning(returned, losses), params, x, **others)
+
+
+SEARCHES = {
+    "blame": Call(
+        partial(_searched, jd.diagnostics.blame),
+        lambda: {"losses": losses, "returned": USUAL, "params": params(), "x": x(), "scale": scale_state()},
+        {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS},
+        _LOSSES,
+    ),
+    "linear_backward": Call(
+        partial(_searched, jd.diagnostics.linear_backward),
+        lambda: {"losses": losses, "returned": USUAL, "params": params(), "x": x(), "factor": 2.0, "has_aux": False},
+        {"x": EVERYTHING, "factor": kinds({"true", "minus_one"}), "returned": CONSTANTS},
+        _LOSSES,
+    ),
+}
 TRAINING = {
+    "accumulate": Call(
+        _accumulated,
+        lambda: {
+            "parts": [(x(),), (2 * x(),)],
+            "params": params(),
+            "losses": losses,
+            "returned": USUAL,
+            "aggregator": jd.upgrad(),
+            "state": None,
+            "scale": scale_state(),
+            "buffers": (),
+        },
+        {"scale": OPTION, "state": OPTION, "returned": CONSTANTS},
+        _LOSSES,
+    ),
+    "check": Call(
+        _checked,
+        lambda: {
+            "params": params(),
+            "x": x(),
+            "losses": losses,
+            "returned": USUAL,
+            "scale": scale_state(),
+            "buffers": (),
+            "has_aux": False,
+            "constant": (),
+        },
+        {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
+        _LOSSES,
+    ),
     "train_state": Call(
         _train_state,
         lambda: {

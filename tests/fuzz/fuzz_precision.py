@@ -70,6 +70,8 @@ PRECISION = {
     "no_scale": Call(jd.precision.no_scale, lambda: {"device": WHERE["now"]}, {"device": OPTION}),
     "scale_state_to_dict": Call(jd.precision.scale_state_to_dict, lambda: {"state": scale_state()}),
     "scale_state_from_dict": Call(
-        jd.precision.scale_state_from_dict, lambda: {"entries": _scaled(), "device": WHERE["now"]}, {"device": OPTION}
+        jd.precision.scale_state_from_dict,
+        lambda: {"entries": _scaled(), "shape": 2, "device": WHERE["now"]},
+        {"shape": kinds({"list"}), "device": OPTION},
     ),
 }

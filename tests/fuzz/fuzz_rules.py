@@ -182,6 +182,13 @@ AGGREGATION = {
         lambda rule, names: jd.aggregate(jd.aggregation.from_part(rule, names), rows()),
         lambda: {"rule": jd.upgrad(), "names": ["w"]},
     ),
+    "regularized": Call(
+        lambda rule, fixed: jd.aggregate(
+            jd.regularized(rule, fixed), rows(), losses={"a": ones(1)[0], "b": ones(1)[0]}
+        ),
+        lambda: {"rule": jd.upgrad(), "fixed": {"b": 0.5}},
+        names=("aggregate",),
+    ),
     "full_jacobian": _view("full_jacobian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "no_gradients": _view("no_gradients", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "losses": _view("losses", {"jacobian": EVERYTHING, "other": EVERYTHING, "losses": FLOATS}),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fuzz_distributed import DISTRIBUTED
 from fuzz_fronts import FRONTS
-from fuzz_losses import ENGINES, OBJECTIVES, TRAINING
+from fuzz_losses import ENGINES, OBJECTIVES, SEARCHES, TRAINING
 from fuzz_optimizers import OPTIMIZERS
 from fuzz_precision import PRECISION
 from fuzz_random import RANDOM
@@ -29,7 +29,7 @@ import functional_jd
 # A name is called where it stands first: at the top level, or in the package that it belongs to.
 PLACES = ["", ".aggregation", ".diagnostics", ".engines", ".objectives", ".optimizers", ".precision", ".views"]
 LISTED = {f"functional_jd{place}": importlib.import_module(f"functional_jd{place}").__all__ for place in PLACES}
-TABLE = {**RULES, **AGGREGATION, **OPTIMIZERS, **PRECISION, **OBJECTIVES, **ENGINES, **TRAINING}
+TABLE = {**RULES, **AGGREGATION, **OPTIMIZERS, **PRECISION, **OBJECTIVES, **ENGINES, **SEARCHES, **TRAINING}
 
 
 def home_of(name):
