@@ -1,7 +1,6 @@
 """Many tensors in a few launches of an accelerator: magnitudes, products with a number, copies, choices."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +48,6 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
 def _flat(x: Tensor) -> Tensor:
     """The elements in any order, of a matrix or its transpose without a copy."""
     return (x.mT if x.ndim == 2 and not x.is_contiguous() else x).reshape(-1)
-
-
-def each_magnitude(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest magnitude `[]` of each tensor, NaN if a value is, 0 of no values."""
-    magnitude = (lambda x: x.abs().amax()) if under_transform() else partial(torch.linalg.vector_norm, ord=torch.inf)
-    return [magnitude(x) if x.numel() else x.new_zeros(()) for x in tensors]
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:

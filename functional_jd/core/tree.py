@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import dtype_or_type, here
+from functional_jd.core.arguments import described, dtype_or_type, here
 from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
@@ -27,7 +27,7 @@ _TENSORS = {Tensor}
 _WHOLE = {Tensor, torch.nn.Parameter}
 
 Structure = Any
-"""The structure that `tree_flatten` returns and `tree_unflatten` takes."""
+"""The structure that `tree_flatten` returns and `tree_unflatten` takes; hashable."""
 
 
 def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
@@ -58,12 +58,6 @@ def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
         found = dict(zip(order, leaves, strict=True))
         leaves = [found[index] for index in range(len(found))]
     return optree.tree_unflatten(spec, leaves)
-
-
-def structure_key(structure: Structure) -> tuple[Any, ...]:
-    """What equal structures have in common, hashable."""
-    spec, *lists = structure
-    return (spec, *(None if found is None else tuple(found) for found in lists))
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
@@ -232,7 +226,7 @@ def tree_difference(expected: Tree, found: Tree) -> str:
         return f"expected another structure, found one that differs in {names[:3]}"
     for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
         if getattr(x, "shape", None) != getattr(y, "shape", None) or getattr(x, "dtype", 0) != getattr(y, "dtype", 0):
-            return f"expected {_description(x)}, found {_description(y)} in {tree_names(expected)[index]!r}"
+            return f"expected {described(x)}, found {described(y)} in {tree_names(expected)[index]!r}"
     return ""
 
 
@@ -270,10 +264,6 @@ def _cure(params: Tree, leaf: Any) -> str:
     return "Pass buffers and settings as further arguments of the losses."
 
 
-def _description(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     """Flatten under torch.compile, which fails on empty dicts: they become leaves that are left out."""
     _register_all_with_optree()
@@ -288,7 +278,7 @@ def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     order = _sorted_order(spec) if ordered else None
     if order is not None:
         leaves = [leaves[index] for index in order]
-    empty = [type(leaf) if isinstance(leaf, dict) else None for leaf in leaves]
+    empty = tuple([type(leaf) if isinstance(leaf, dict) else None for leaf in leaves])
     if not any(empty):
         return leaves, (spec, None, order)  # pyright: ignore[reportReturnType]
     kept = [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
@@ -303,17 +293,17 @@ class Position:
 
 
 @lru_cache(maxsize=512)  # by structure: a walk through all nodes would take longer than the rest of a flattening
-def _order(spec: Any) -> list[int] | None:
+def _order(spec: Any) -> tuple[int, ...] | None:
     """Return where optree puts the sorted leaves, if the structure has an `OrderedDict`."""
     kinds: set[type] = set()
     spec.walk(range(spec.num_leaves), lambda kind, *_: kinds.add(kind))
     return _sorted_order(spec) if OrderedDict in kinds else None
 
 
-def _sorted_order(spec: Any) -> list[int]:
+def _sorted_order(spec: Any) -> tuple[int, ...]:
     """Return where optree, which leaves the keys of an `OrderedDict` as they were inserted, puts the sorted leaves."""
     positions = optree.tree_unflatten(spec, [Position(index) for index in range(spec.num_leaves)])
-    return [position.index for position in optree.tree_leaves(_as_dicts(positions), namespace=NAMESPACE)]
+    return tuple([position.index for position in optree.tree_leaves(_as_dicts(positions), namespace=NAMESPACE)])
 
 
 def _as_dicts(tree: Tree) -> Tree:

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.module_parts import Place
-from functional_jd.torch_compat.torch_internals import (
-    change_count,
-    innermost,
-    private,
-    torch_function_disabled,
-)
+from functional_jd.torch_compat.torch_internals import private, torch_function_disabled, version
 
 # Its `queue_callback` calls a function when the backward pass that runs has ended.
 _engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
@@ -139,10 +134,10 @@ class Held:
 
     def _copies(self) -> dict[str, Tensor]:
         """Copies of the buffers, new ones once something that ran again has changed them."""
-        if self.counts != _counts(self.copies):
+        if self.counts != list(map(version, self.copies.values())):
             with torch_function_disabled():
                 self.copies = dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
-            self.counts = _counts(self.copies)
+            self.counts = list(map(version, self.copies.values()))
         return self.copies
 
     def _watch_gradients(self) -> list[Any]:
@@ -153,12 +148,6 @@ class Held:
                 gradient.grad_fn.register_prehook(lambda _: self.hold(gradients=True))
 
         return [x.register_hook(watch) for x in (*self.params.values(), *self.inputs) if x.requires_grad]
-
-
-def _counts(tensors: dict[str, Tensor]) -> list[int]:
-    """How often each was changed in place."""
-    with torch_function_disabled():
-        return [change_count(innermost(x)) for x in tensors.values()]
 
 
 def _works_for_autograd() -> bool:

@@ -15,7 +15,7 @@ from torch.amp import is_autocast_available
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from functional_jd.core.arguments import check_flag, check_function, refuse
-from functional_jd.core.tree import structure_key, tree_difference, tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.tree import tree_difference, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
@@ -89,7 +89,7 @@ class Compiled:
         newest, known = self.newest
         known = known if len(newest) <= len(given) and all(map(is_, newest, given)) else ()
         kinds = known + tuple(map(_kind, given[len(known) :]))
-        key = structure_key(structure), _ambient(tensors[:1] if self.donate else tensors), kinds
+        key = structure, _ambient(tensors[:1] if self.donate else tensors), kinds
         try:
             graph = self.graphs.get(key)
         except TypeError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.combine import combined, products_of_rows
 from functional_jd.aggregation.views import gramian as gramian_of
-from functional_jd.core.foreach import each_magnitude, times
+from functional_jd.core.foreach import times
 from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
 from functional_jd.core.tree import (
@@ -309,7 +309,8 @@ def _without_scale(
             return numbers[:, None] if alike else torch.cat(list(map(Tensor.expand, numbers.unbind(), sizes)))
 
         if blames:
-            largest = magnitudes(joined) if alike else torch.stack(each_magnitude(joined.detach().split(sizes)))
+            rows = [joined] if alike else [own[None] for own in joined.split(sizes)]
+            largest = torch.cat(list(map(magnitudes, rows)))
             joined = torch.where(by_element(largest < torch.inf), joined, 0) if masked else joined
         parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
     rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
