@@ -1,7 +1,7 @@
 """The loop around the step, as a function and as an iterator, and its watch over skipped steps."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from inspect import signature
 from math import isfinite
@@ -17,6 +17,8 @@ from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.training.state import StepInfo, TrainState, note_call
+
+_Pairs = Generator[tuple[TrainState, StepInfo], None, None]
 
 
 def fit(
@@ -74,15 +76,12 @@ def fit(
     check_flag("progress", progress)
     with_state = on_step is not None and _takes_state(on_step)
     pairs = _checked(step, state, batches, SkipWatch(patience))
-    bar = _Bar(length_hint(batches)) if progress else None
+    pairs = _with_bar(pairs, length_hint(batches)) if progress else pairs
     taken = 0
     try:
-        for state, info in pairs:
-            taken += 1
+        for taken, (state, info) in enumerate(pairs, 1):  # noqa: B007
             if on_step is not None:
                 on_step(info, state) if with_state else on_step(info)
-            if bar is not None:
-                bar.advance(info)
     except BaseException as error:
         if not hasattr(error, "state"):
             with suppress(AttributeError):  # an exception may have slots
@@ -90,8 +89,7 @@ def fit(
                 error.add_note(f"fit: the attribute `state` of this exception is the state after {taken} steps.")
         raise
     finally:
-        if bar is not None:
-            bar.close()
+        pairs.close()
     return state
 
 
@@ -121,7 +119,7 @@ def steps(
     return _checked(step, state, batches, SkipWatch(patience))
 
 
-def _checked(step: Any, state: Any, batches: Any, watch: "SkipWatch") -> Iterator[tuple[TrainState, StepInfo]]:
+def _checked(step: Any, state: Any, batches: Any, watch: "SkipWatch") -> _Pairs:
     check_function("step", step, "Pass functools.partial(functional_jd.step, losses=..., ...).")
     iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
     if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
@@ -129,9 +127,7 @@ def _checked(step: Any, state: Any, batches: Any, watch: "SkipWatch") -> Iterato
     return _iterate(step, state, batches, watch)
 
 
-def _iterate(
-    step: Any, state: Any, batches: Iterable[Any], watch: "SkipWatch"
-) -> Iterator[tuple[TrainState, StepInfo]]:
+def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: "SkipWatch") -> _Pairs:
     for batch in batches:
         scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
         try:
@@ -161,29 +157,23 @@ def _takes_state(on_step: Callable[..., Any]) -> bool:
     return False
 
 
-class _Bar:
-    """A bar of tqdm that leaves values on the device until it is drawn."""
+def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
+    """The pairs, with a bar of tqdm that leaves values on the device until it is drawn."""
+    from tqdm import tqdm
 
-    def __init__(self, length: int):
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=length or None, unit="step")
-        self.losses, self.skipped = None, torch.zeros((), dtype=torch.int64)
-
-    def advance(self, info: StepInfo) -> None:
-        skipped = was_taken(info).logical_not()
-        self.losses, self.skipped = info.losses, skipped + self.skipped
-        if self.bar.update():
-            self.draw()
-
-    def draw(self) -> None:
-        if self.losses is not None:
-            shown = _summary(self.losses) | {"skipped": str(int(self.skipped))}
-            self.bar.set_postfix(shown, refresh=False)
-
-    def close(self) -> None:
-        self.draw()
-        self.bar.close()
+    bar, skipped = tqdm(total=length or None, unit="step"), torch.zeros((), dtype=torch.int64)
+    info: Any = None
+    draw = lambda: bar.set_postfix(_summary(info.losses) | {"skipped": str(int(skipped))}, refresh=False)
+    try:
+        for state, info in pairs:
+            yield state, info
+            skipped = was_taken(info).logical_not() + skipped
+            if bar.update():
+                draw()
+    finally:
+        if info is not None:
+            draw()
+        bar.close()
 
 
 def _summary(losses: Losses) -> dict[str, str]:
