@@ -12,8 +12,8 @@ from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import check_flag, check_mapping, check_type, dtype_or_type, here
 from functional_jd.core.checksum import checksums
-from functional_jd.core.sharding import gathered_leaf, laid_out_as, layout_error
-from functional_jd.core.tree import Position, named_nodes, tree_flatten, tree_unflatten
+from functional_jd.core.sharding import gathered_leaf, laid_out_as
+from functional_jd.core.tree import Position, check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.optimizers.base import Optimizer
 
 State = TypeVar("State")
@@ -59,7 +59,7 @@ def to_checkpoint(
     check_flag("whole", whole)
     leaves, _, records = _named(state, aggregator, optimizer)
     if not whole:
-        _check_layouts(leaves, "Redistribute it, or pass whole=True, which gathers.")
+        check_layouts(tree_leaves(state), state)  # checksums need shards that are where the mesh places them
     entries = {
         name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
         for name, leaf in leaves.items()
@@ -106,7 +106,7 @@ def from_checkpoint(
         {'w': tensor([1., 1.])}
     """
     expected, structure, records = _named(like, aggregator, optimizer)
-    _check_layouts(expected, "Redistribute that of `like`.")
+    check_layouts(tree_leaves(like), like)
     _check_whole(checkpoint)
     written: dict[str, list[str]] = _read(checkpoint[_FIELDS])
     added = _added(written, records)
@@ -159,13 +159,6 @@ def _named(tree: Any, rule: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any
     if twice:
         raise ValueError(f"{here()}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
     return dict(zip(names, leaves, strict=True)), structure, records
-
-
-def _check_layouts(leaves: dict[str, Tensor], cure: str) -> None:
-    """Raise for shards that are not where the mesh places them: checksums need it."""
-    for name, leaf in leaves.items():
-        if problem := layout_error(leaf):
-            raise ValueError(f"{here()}: {problem} in {name!r}. {cure}")
 
 
 def _check_whole(checkpoint: Any) -> None:

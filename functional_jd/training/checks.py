@@ -3,7 +3,8 @@ parameters that are passed, noise protects, and no running statistics are lost.
 """
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -63,6 +64,18 @@ def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *,
         )
 
 
+@contextmanager
+def unchanged(journal: StateJournal, *, again: bool = False) -> Generator[None]:
+    """Put back afterwards generators and what the journal notes; `again`: the journal keeps it for another time."""
+    draws, put_back = random_state(), random_state_outside_torch()
+    try:
+        yield
+    finally:
+        journal.undo(again=again)
+        set_random_state(draws)
+        put_back()
+
+
 def check_learning(
     plan: Plan,
     journal: StateJournal,
@@ -90,12 +103,11 @@ def check_learning(
         UserWarning: gradients pass through float16 without a scale; a parameter has no gradient; buffers are lost.
     """
     kind, before = plan.kind, tree_map(torch.clone, buffers)
-    draws, put_back = random_state(), random_state_outside_torch()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
     points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
     plain = Plan(True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
-    try:
+    with unchanged(journal, again=True):
         with torch.enable_grad(), noting_calls() as calls:
             sample, args = kind.sample(plan.losses, (params, *plan.args[1:]))
             _, (values, (returned, _)) = evaluate_losses(sample, args, plain)
@@ -104,13 +116,8 @@ def check_learning(
             _warn_of_lost_buffers(journal, calls, returned)
         if noised:
             _warn_of_buffers_without_noise(before, returned)
-    finally:
-        journal.undo(again=True)
-        set_random_state(draws)
-        put_back()
-    _warn_of_float16_parameters(plan, training)
     found = _leaves_behind(nodes := _nodes(tree_leaves(values)))
-    _warn_of_float16(plan, nodes)
+    _warn_of_float16(plan, named, nodes, training)
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
@@ -132,22 +139,18 @@ def check_learning(
         )
 
 
-def _warn_of_float16(plan: Plan, roots: list[Any]) -> None:
-    gradients = (x for node in nodes_from(roots) for x in getattr(node, "_input_metadata", ()))
-    if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
-        _warn(
-            f"{here()}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
-            "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
-        )
-
-
-def _warn_of_float16_parameters(plan: Plan, training: bool) -> None:
-    params = plan.args[0]
-    half = [name for name, x in zip(tree_names(params), tree_leaves(params), strict=True) if x.dtype == torch.float16]
+def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], training: bool) -> None:
+    half = [name for name, x in named.items() if x.dtype == torch.float16]
     if half and training:
         _warn(
             f"{here()}: parameters must be in float32 to be trained, found float16 in {_few(half)}, where steps "
             "below 5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
+        )
+    gradients = (x for node in nodes_from(nodes) for x in getattr(node, "_input_metadata", ()))
+    if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
+        _warn(
+            f"{here()}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
+            "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
 
 

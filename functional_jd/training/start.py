@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
@@ -20,7 +21,6 @@ from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import (
@@ -30,6 +30,7 @@ from functional_jd.training.checks import (
     detach_parameters,
     keys_of,
     refuse_frozen,
+    unchanged,
 )
 from functional_jd.training.driver import check_method, prepare, started
 from functional_jd.training.state import TrainState, note_losses
@@ -113,20 +114,15 @@ def train_state(
     how: Any = {"buffers": buffers, "has_aux": has_aux, "engine": engine, "starting": True, "optimizer": optimizer}
     plan, chosen, _ = prepare(losses, params, batch, aggregator, scale=placed, **how)
     traced, journal = torch.compiler.is_compiling(), StateJournal()
-    draws, put_back = (None, lambda: None) if traced else (random_state(), random_state_outside_torch())
     try:
-        if not traced and not under_transform():
-            check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
-        rule_state, values = started(plan, chosen)
-        _check_losses(aggregator, values)
+        with nullcontext() if traced else unchanged(journal):  # the second evaluation changes what the first one did
+            if not traced and not under_transform():
+                check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
+            rule_state, values = started(plan, chosen)
+            _check_losses(aggregator, values)
     except TypeError as error:
         note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
-    finally:
-        if not traced:
-            journal.undo()  # the second evaluation changed what the first one did
-            set_random_state(draws)
-            put_back()
     check_ranks(losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
@@ -170,14 +166,11 @@ def check(
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
     how: Any = {"scale": placed, "buffers": buffers, "has_aux": has_aux, "starting": True}
     plan, *_ = prepare(losses, detach_parameters(params), batch, mean(), **how)
-    journal = StateJournal()
     try:
-        check_learning(plan, journal, buffers, constant)
+        check_learning(plan, StateJournal(), buffers, constant)
     except TypeError as error:
         note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
-    finally:
-        journal.undo()
 
 
 def _check_buffers(buffers: Tree) -> None:
