@@ -1,7 +1,8 @@
 """The direction of a batch that comes in parts, since memory does not hold it at once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
-from functional_jd.training.checks import detach_parameters
+from functional_jd.training.checks import check_tensors, detach_parameters
 from functional_jd.training.driver import observe, prepare, pulled, weighed
 
 
@@ -95,26 +96,23 @@ def accumulate(
     check_losses(losses, 0, False)
     check_rule(aggregator)
     leaves, _ = floating_leaves(params)
-    if not all(isinstance(x, Tensor) for x in tree_leaves(state)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("state", "what the last call returned, or None", state, "Pass found.state.")
+    check_tensors("state", state, "what the last call returned, or None", "Pass found.state.")
     parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
     own, scale = detach_parameters(params), no_scale(device=leaves[0].device) if scale is None else scale
 
-    def plan_of(part: tuple[Any, ...], buffers: Tree) -> Plan:
-        return prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
-
+    plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
     plan = plan_of(parts[0], buffers)
     examples = plan.kind.rows_are_examples
     if plan.kind.several_sets or (examples and scale.scale.ndim):
         wanted = "one scale []" if scale.scale.ndim else "one loss without a name"
         raise ValueError(f"{here()}: per_example losses in parts must have {wanted}, found several. Pass one.")
-    run = _Run(parts, plan_of, buffers, 1.0 if examples else 1 / len(parts), examples, not plan.differentiable)
+    run = _Run(parts, plan_of, buffers, examples)
     if plan.view.products == "none":
         seen, memory, found, next_buffers = _by_weights(run, plan, state)
     else:
-        rows, values, next_buffers = run.summed(lambda plan: rows_of_plan(plan), joined=examples)
+        rows, values, next_buffers = run.summed(rows_of_plan, joined=examples)
         seen = observe(plan, Engine(lambda plan: of_rows(plan, rows, values, ())))
         with autocast_disabled():
             memory = initial_state(plan.rule, plan.view, seen) if state is None else state
@@ -126,30 +124,22 @@ def accumulate(
 
 
 class _Run(NamedTuple):
-    """A walk through the parts.
-
-    Attributes:
-        parts: the parts.
-        plan_of: `plan_of(part, buffers)`.
-        buffers: those of the first part.
-        share: what a part counts in the sums.
-        examples: whether the losses of parts stand one after the other; else their mean counts.
-        in_place: whether sums may be added to in place.
-    """
+    """A walk through the parts: `plan_of(part, buffers)`, the buffers of the first, and whether rows are examples."""
 
     parts: list[tuple[Any, ...]]
     plan_of: Callable[..., Plan]
     buffers: Tree
-    share: float
     examples: bool
-    in_place: bool
 
     def summed(
         self, find: Callable[[Plan], tuple[Any, Losses, Any]], *, joined: bool = False
     ) -> tuple[Any, Losses, Tree]:
-        """The weighted sum of the first that `find` returns of each part, or all joined; losses, and buffers."""
+        """The mean of the first that `find` returns of each part, of examples the sum, or all joined; the mean of the
+        losses, or those of all examples; and the last buffers.
+        """
         total, each, buffers = None, [], self.buffers
         many: list[Any] = []
+        share = 1.0 if self.examples else 1 / len(self.parts)
         for part in self.parts:
             plan = self.plan_of(part, buffers)
             found, values, carried = find(plan)
@@ -162,17 +152,12 @@ class _Run(NamedTuple):
             each.append(values)
             if joined:
                 many.append(found)
-            else:
-                total = self.add(total, found)
+                continue
+            wide = tree_map(at_least_float32, found)
+            add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
+            total = tree_map(lambda x: x * share, wide) if total is None else tree_map(add, total, wide)
         values = _joined(each) if self.examples else tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
         return _joined(many) if joined else total, values, buffers
-
-    def add(self, total: Any, found: Any) -> Any:
-        wide = tree_map(at_least_float32, found)
-        if total is None:
-            return tree_map(lambda x: x.mul_(self.share) if self.in_place else x * self.share, wide)
-        add = Tensor.add_ if self.in_place else torch.add
-        return tree_map(lambda own, x: add(own, x, alpha=self.share), total, wide)
 
 
 def _joined(trees: list[Any]) -> Any:
@@ -181,26 +166,29 @@ def _joined(trees: list[Any]) -> Any:
 
 def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, Any, Tree]:
     """One backward pass for each part, with weights that look at no gradient."""
-    known, sizes, draws = None, [], None
+    known, taken = None, 0
     if plan.view.losses or run.examples:
         draws = None if plan.differentiable else random_state()
         with nullcontext() if plan.differentiable else torch.no_grad():
-            _, known, _ = run.summed(lambda plan: _losses_of(plan, sizes))
+            alone = lambda plan: evaluate_losses(plan.losses, plan.args, plan._replace(examples=run.examples))[1]
+            _, known, _ = run.summed(lambda plan: ((), *alone(plan)))
         if draws is not None:
             set_random_state(draws)
     decided: list[Any] = []
     flags: list[Tensor] = []
-    pieces: Iterator[int] = iter(range(len(run.parts)))
 
     def one(plan: Plan) -> tuple[Direction, Losses, Any]:
+        nonlocal taken
         values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
         with autocast_disabled():
             if not decided:
                 seen = Observation(values if known is None else known)
                 memory = initial_state(plan.rule, plan.view, seen) if state is None else state
                 decided[:] = [memory, weighed(plan, seen, memory)]
-            place, own = next(pieces), decided[1].own
-            own = of_distinct(lambda each: each.split(sizes)[place], own) if run.examples else own
+            own = decided[1].own
+            if run.examples:
+                start, taken = taken, taken + sum(leaf.numel() for leaf in tree_leaves(values))
+                own = of_distinct(lambda each: each[start:taken], own)
             direction, finite = pull(own, last=True)
         flags.extend([] if finite is None else [finite])
         return direction, values, carried
@@ -209,10 +197,3 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, 
     finite = torch.stack(flags).all(0) if flags else None
     memory, found = decided
     return Observation(values, pullback=lambda _: (direction, finite)), memory, found, buffers
-
-
-def _losses_of(plan: Plan, sizes: list[int]) -> tuple[Tree, Losses, Any]:
-    """The losses alone, and how many there are."""
-    _, (values, carried) = evaluate_losses(plan.losses, plan.args, plan._replace(examples=plan.kind.rows_are_examples))
-    sizes.append(sum(leaf.numel() for leaf in tree_leaves(values)))
-    return (), values, carried

@@ -291,6 +291,12 @@ def keys_of(state: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dtype == torch.int64 and not is_sharded(x)]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
+def check_tensors(name: str, tree: Tree, expected: str, cure: str) -> None:
+    """Raise for a pytree with a leaf that is no tensor."""
+    if not all(isinstance(x, Tensor) for x in tree_leaves(tree)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(name, expected, tree, cure)
+
+
 def refuse_frozen(params: Params) -> None:
     """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import loss_vector
 from functional_jd.aggregators.mean import mean
-from functional_jd.core.arguments import here, refuse
+from functional_jd.core.arguments import here
 from functional_jd.core.float64 import widest
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
@@ -27,6 +27,7 @@ from functional_jd.training.checks import (
     check_learning,
     check_noise,
     check_ranks,
+    check_tensors,
     detach_parameters,
     keys_of,
     refuse_frozen,
@@ -100,7 +101,7 @@ def train_state(
     leaves, _ = floating_leaves(params)
     refuse_frozen(params)
     check_noise(losses, aggregator, optimizer)
-    _check_buffers(buffers)
+    check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params, place = replicate(detach_parameters(params)), _place(leaves)
@@ -159,7 +160,7 @@ def check(
     check_losses(losses, 0, has_aux)
     leaves, _ = floating_leaves(params)
     refuse_frozen(params)
-    _check_buffers(buffers)
+    check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
     if under_transform():
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
     placed = no_scale(device=leaves[0].device) if scale is None else scale
@@ -171,11 +172,6 @@ def check(
     except TypeError as error:
         note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
-
-
-def _check_buffers(buffers: Tree) -> None:
-    if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
 
 
 def _check_losses(aggregator: Aggregator, losses: Losses) -> None:

@@ -31,7 +31,14 @@ from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of, refuse_frozen
+from functional_jd.training.checks import (
+    check_learning,
+    check_ranks,
+    check_tensors,
+    detach_parameters,
+    keys_of,
+    refuse_frozen,
+)
 from functional_jd.training.driver import observe, prepare, weighed
 from functional_jd.training.state import by_objective
 
@@ -266,8 +273,7 @@ def weigh(
         raise ValueError(f"{here()}: expected a call outside of transforms, found one inside. Use weights_fn there.")
     if scale is not None:
         check_type("scale", scale, ScaleState, "Of a GradScaler: scale=scale_state(scaler.get_scale()).")
-    if state is not None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
-        refuse("state", "what the last call returned, or None", state, "Pass found.state.")
+    check_tensors("state", state, "what the last call returned, or None", "Pass found.state.")
     m = loss_count(losses)
     if not m:
         raise ValueError(f"{here()}: losses must have at least one element, found none. Pass those of a batch.")
