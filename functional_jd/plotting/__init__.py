@@ -20,18 +20,15 @@ from functional_jd.plotting.front import front
 from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
 from functional_jd.plotting.style import PALETTE, legend
 from functional_jd.plotting.trajectories import (
-    PROBLEMS,
     Path,
     Problem,
     descend,
     quadratics,
     trajectories,
-    two_valleys,
 )
 
 __all__ = [
     "PALETTE",
-    "PROBLEMS",
     "Path",
     "Problem",
     "cone",
@@ -46,6 +43,5 @@ __all__ = [
     "quadratics",
     "scales",
     "trajectories",
-    "two_valleys",
     "weights",
 ]

@@ -1,4 +1,4 @@
-"""Test problems: two losses on the plane with a known Pareto set, the paths of rules on them, and a plot of these."""
+"""Two losses on the plane with a known Pareto set, the paths of rules on them, and a plot of these."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +21,6 @@ from functional_jd.core.arguments import (
 )
 from functional_jd.core.types import Tree
 from functional_jd.engines.differentiate import jacobian_fn
-from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.plotting.style import (
@@ -151,58 +150,9 @@ def quadratics(condition: float = 10.0) -> Problem:
     t = torch.linspace(0, 1, 201, dtype=torch.float64).mul(math.pi).cos().mul(-0.5).add(0.5).unsqueeze(-1)
     weighted = torch.stack([1 - t, t]) * curvatures.unsqueeze(1)
     pareto = (weighted * minima.unsqueeze(1)).sum(0) / weighted.sum(0)
-    starts = [[-1.6, 1.5], [1.7, 1.4], [1.7, -1.5], [-1.8, -1.4], [-0.4, 1.7]]
-    return _problem(losses, pareto, [[-2.2, -2.0], [2.2, 2.0]], starts, sgd(0.3 / condition), 300)
-
-
-def two_valleys() -> Problem:
-    """Two narrow valleys, in each of which one gradient dominates the other; they lead to a basin with a trade-off.
-
-    With `p = tanh(y / 2)^+`, `q = tanh(-y / 2)^+`: `losses_i = p v_i + q b_i`, valleys
-    `v_i = log max(|a_i|, 5e-6) + 6`, basins `b_i = ((x -+ 7)^2 + (y + 8)^2 / 10) / 10 - 20`; the first loss times 0.1.
-
-    The Pareto points are at `x = 7 (2 t - 1)`, where t is the weight of the first basin, and at the y near -8 that
-    minimises `q (t b_0 + (1 - t) b_1)`.
-
-    Returns:
-        `Problem`, with five starts.
-
-    Source:
-        Liu et al., Conflict-averse gradient descent, NeurIPS 2021, appendix; with the factor 0.1 of Navon et al.,
-        Multi-task learning as a bargaining game, ICML 2022, appendix.
-    """
-
-    def losses(point: Tensor) -> Tensor:
-        x, y = point
-        bend = torch.tanh(-y)
-        arms = torch.stack([(-x - 7) / 2 - bend, (-x + 3) / 2 + bend + 2])
-        valleys = arms.abs().clamp(min=5e-6).log() + 6
-        basins = _basins(x, y)
-        values = (y / 2).tanh().clamp(min=0) * valleys + (-y / 2).tanh().clamp(min=0) * basins
-        return values * values.new_tensor([0.1, 1.0])
-
-    t = torch.linspace(0, 1, 101, dtype=torch.float64)
-    x = 7 * (2 * t - 1)
-    y = torch.full_like(x, -8.0)
-    for _ in range(60):  # the derivative of q (t b_0 + (1 - t) b_1) by y is zero at this fixed point
-        q, basin = (-y / 2).tanh(), (_basins(x, y) * torch.stack([t, 1 - t])).sum(0)
-        y = 25 * (1 / q - q) * basin - 8
-    starts = [[-8.5, 7.5], [0.0, 0.0], [9.0, 9.0], [-7.5, -0.5], [9.0, -1.0]]
-    window = [[-10.5, -10.5], [10.5, 10.5]]
-    return _problem(losses, torch.stack([x, y], 1), window, starts, adamw(0.05, weight_decay=0.0), 800)
-
-
-PROBLEMS: dict[str, Callable[[], Problem]] = {"quadratics": quadratics, "two valleys": two_valleys}
-"""The problems by name."""
-
-
-def _problem(losses: Callable[[Tensor], Tensor], pareto: Tensor, window: Any, starts: Any, *others: Any) -> Problem:
-    corners, points = torch.tensor(window, dtype=torch.float64), torch.tensor(starts, dtype=torch.float64)
-    return Problem(losses, pareto, corners, points, *others)
-
-
-def _basins(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.stack([x - 7, x + 7]).square() + 0.1 * (y + 8).square()) / 10 - 20
+    starts = torch.tensor([[-1.6, 1.5], [1.7, 1.4], [1.7, -1.5], [-1.8, -1.4], [-0.4, 1.7]], dtype=torch.float64)
+    window = torch.tensor([[-2.2, -2.0], [2.2, 2.0]], dtype=torch.float64)
+    return Problem(losses, pareto, window, starts, sgd(0.3 / condition), 300)
 
 
 GRID, LEVELS = 160, 9

@@ -114,7 +114,6 @@ PLOTTING = {
     ),
     "norms": _plot(plotting.norms, lambda: {"infos": _records(), "ax": _axes()}),
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
-    "two_valleys": Call(plotting.two_valleys, dict),
     "scales": _plot(
         plotting.scales,
         lambda: {"states": _scales(), "infos": _records(), "ax": _axes(), "names": ["a"]},

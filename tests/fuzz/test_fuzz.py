@@ -53,7 +53,7 @@ RECORDS = """
 EXCLUDED = {
     **dict.fromkeys(RECORDS.split(), "a record, whose fields the functions that take it check"),
     **dict.fromkeys(["SlowPathWarning", "TrainingStalled"], "an exception"),
-    **dict.fromkeys(["ALWAYS", "BY_CLAIM", "PALETTE", "PLAIN", "PROBLEMS", "random"], "no function"),
+    **dict.fromkeys(["ALWAYS", "BY_CLAIM", "PALETTE", "PLAIN", "random"], "no function"),
     "compiled": "compiles, with the checks of the other laws",
     "require": "is for engines, which pass on the plan that they were given",
     "leave": "ends the groups of the process, and takes no arguments",
@@ -94,7 +94,7 @@ def test_garbage_is_refused_by_name_or_taken_for_a_reason(home, name):
 ON_THE_HOST = {
     "to_checkpoint": "version, names and digests are for files",
     "from_torch": "torch counts steps there, where its kernels do not take a count on the device",
-    **dict.fromkeys(("lattice", "quadratics", "two_valleys"), "takes no tensors"),
+    **dict.fromkeys(("lattice", "quadratics"), "takes no tensors"),
 }
 """The calls of whose results some stand on the host, and why."""
 
