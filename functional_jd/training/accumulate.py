@@ -77,8 +77,9 @@ def accumulate(
         `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.
 
     Raises:
-        TypeError: a part that is no tuple; errors of `train_state`.
-        ValueError: no parts; parts with different losses; a scale `[m]` or losses by name under `per_example`.
+        TypeError: no parts; a part that is no tuple; errors of `train_state`.
+        ValueError: parts with different losses; a scale `[m]` or losses by name under `per_example`; a frozen
+            `nn.Parameter`.
 
     Guarantees:
         Equal to rounding to the whole batch, if there are no buffers.

@@ -40,7 +40,7 @@ _CURE = "Call functional(model)(params, ...), not model(...)"
 _ROUNDING = 1e-6
 
 
-def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool = True) -> None:
+def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool) -> None:
     """Raise for noise that protects too little: a row that is not that of one example, or that is not bounded by the
     norm of the noise. Only `reading` reads bounds that are tensors.
     """
@@ -65,7 +65,7 @@ def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *,
 
 
 @contextmanager
-def unchanged(journal: StateJournal, *, again: bool = False) -> Generator[None]:
+def undone(journal: StateJournal, *, again: bool = False) -> Generator[None]:
     """Put back afterwards generators and what the journal notes; `again`: the journal keeps it for another time."""
     draws, put_back = random_state(), random_state_outside_torch()
     try:
@@ -107,7 +107,7 @@ def check_learning(
     points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
     plain = Plan(True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
-    with unchanged(journal, again=True):
+    with undone(journal, again=True):
         with torch.enable_grad(), noting_calls() as calls:
             sample, args = kind.sample(plan.losses, (params, *plan.args[1:]))
             _, (values, (returned, _)) = evaluate_losses(sample, args, plain)
@@ -263,7 +263,16 @@ def _few(names: list[str]) -> str:
 
 
 def detach_parameters(params: Params) -> Params:
-    """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
+    """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph. Raise for
+    an `nn.Parameter` that does not require grad: it would be trained.
+    """
+    for index, p in enumerate(tree_leaves(params)):
+        if isinstance(p, nn.Parameter) and not p.requires_grad:
+            raise ValueError(
+                f"{here()}: all parameters must require grad, found frozen {tree_names(params)[index]!r}. Keep it "
+                "apart: trained, constant = objectives.partition(params, lambda name, p: p.requires_grad), and in the "
+                "losses objectives.merge(trained, constant)."
+            )
     return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
 
 
@@ -295,14 +304,3 @@ def check_tensors(name: str, tree: Tree, expected: str, cure: str) -> None:
     """Raise for a pytree with a leaf that is no tensor."""
     if not all(isinstance(x, Tensor) for x in tree_leaves(tree)):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse(name, expected, tree, cure)
-
-
-def refuse_frozen(params: Params) -> None:
-    """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
-    for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
-        if isinstance(p, nn.Parameter) and not p.requires_grad:
-            raise ValueError(
-                f"{here()}: all parameters must require grad, found frozen {name!r}. Keep it apart: trained, constant "
-                "= objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
-                "objectives.merge(trained, constant)."
-            )

@@ -27,11 +27,12 @@ from functional_jd.precision.loss_scale import multiplier, update_scale
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.solvers.spectral import may_be_read
 from functional_jd.torch_compat.callers import user_level
+from functional_jd.training.checks import check_noise
 from functional_jd.training.state import START, TrainState
 
 
 def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
-    """Raise for what is no function, no rule for one batch, no optimizer, no flag, or no state of a step."""
+    """Raise for what is no function, rule for one batch, optimizer, flag or state, and noise that protects nobody."""
     if state and not isinstance(state[0], TrainState):
         refuse("state", "a TrainState", state[0], START)
     are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
@@ -40,6 +41,8 @@ def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_
         check_flag("has_aux", has_aux)
         check_rule(aggregator)
         check_optimizer(optimizer)
+    if optimizer.sensitivity is not None:
+        check_noise(losses, aggregator, optimizer, reading=state == ())
     if getattr(aggregator.view, "batches", 1) > 1:
         raise ValueError(
             f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "

@@ -23,16 +23,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import (
-    check_learning,
-    check_noise,
-    check_ranks,
-    check_tensors,
-    detach_parameters,
-    keys_of,
-    refuse_frozen,
-    unchanged,
-)
+from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of, undone
 from functional_jd.training.driver import check_method, prepare, started
 from functional_jd.training.state import TrainState, note_losses
 
@@ -99,12 +90,11 @@ def train_state(
     """
     check_method(losses, aggregator, optimizer, has_aux)
     leaves, _ = floating_leaves(params)
-    refuse_frozen(params)
-    check_noise(losses, aggregator, optimizer)
+    own = detach_parameters(params)
     check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
-    params, place = replicate(detach_parameters(params)), _place(leaves)
+    params, place = replicate(own), _place(leaves)
     tracked = under_functorch()  # what plain autograd recorded is mostly the rest of another call
     kept = lambda x: x if tracked and not isinstance(x, nn.Parameter) else x.detach()
     buffers = tree_map(lambda x: place(kept(x).clone()), buffers)
@@ -116,7 +106,7 @@ def train_state(
     plan, chosen, _ = prepare(losses, params, batch, aggregator, scale=placed, **how)
     traced, journal = torch.compiler.is_compiling(), StateJournal()
     try:
-        with nullcontext() if traced else unchanged(journal):  # the second evaluation changes what the first one did
+        with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
             if not traced and not under_transform():
                 check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
             rule_state, values = started(plan, chosen)
@@ -159,14 +149,14 @@ def check(
     """
     check_losses(losses, 0, has_aux)
     leaves, _ = floating_leaves(params)
-    refuse_frozen(params)
+    own = detach_parameters(params)
     check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
     if under_transform():
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
     placed = no_scale(device=leaves[0].device) if scale is None else scale
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
     how: Any = {"scale": placed, "buffers": buffers, "has_aux": has_aux, "starting": True}
-    plan, *_ = prepare(losses, detach_parameters(params), batch, mean(), **how)
+    plan, *_ = prepare(losses, own, batch, mean(), **how)
     try:
         check_learning(plan, StateJournal(), buffers, constant)
     except TypeError as error:

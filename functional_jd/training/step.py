@@ -15,7 +15,6 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_functional_transform
 from functional_jd.torch_compat.watching import watched
-from functional_jd.training.checks import check_noise
 from functional_jd.training.driver import check_method, observe, prepare, pulled, weighed
 from functional_jd.training.state import StepInfo, TrainState, note_losses, note_other_optimizer
 from functional_jd.training.through_skips import closed, opened
@@ -85,8 +84,6 @@ def step(
         (True, ['fit', 'near'])
     """
     check_method(losses, aggregator, optimizer, has_aux, state)
-    if optimizer.sensitivity is not None:
-        check_noise(losses, aggregator, optimizer, reading=False)
     how: Any = {"scale": state.scale, "buffers": state.buffers, "has_aux": has_aux, "engine": engine}
     plan, chosen, _ = prepare(losses, state.params, batch, aggregator, **how)
     token, plan, used = _opened(plan, state) if plan.differentiable else (None, plan, state)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
 from functional_jd.aggregation.observation import Observation
@@ -31,14 +31,7 @@ from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import (
-    check_learning,
-    check_ranks,
-    check_tensors,
-    detach_parameters,
-    keys_of,
-    refuse_frozen,
-)
+from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of
 from functional_jd.training.driver import observe, prepare, weighed
 from functional_jd.training.state import by_objective
 
@@ -119,12 +112,12 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     def weights_of(params: Params, *batch: Any, state: Tree = None, scale: ScaleState | None = None) -> FoundWeights:
         leaves, _ = floating_leaves(params)
-        refuse_frozen(params)  # in every call: trainers freeze and thaw
+        params = detach_parameters(params)  # raises in every call: trainers freeze and thaw
         if state is None:
             check_ranks(losses, leaves, {"parameters": params}, {"rule": aggregator})
         how: Any = {"engine": _engine_for(group, losses, params), "guarded": False, "starting": state is None}
         scale = no_scale() if scale is None else scale
-        plan, engine, _ = prepare(losses, detach_parameters(params), batch, aggregator, scale=scale, **how)
+        plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, **how)
         if state is None and not (torch.compiler.is_compiling() or under_transform()):
             check_learning(plan, StateJournal(), training=False)
         seen = observe(plan, engine)
@@ -170,7 +163,7 @@ def weights_and_memory(
 def _warn_of_graph(params: Params) -> None:
     """Warn of a leaf tensor to which weights carry a graph: a trainer's backward pass would go through the rule."""
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
-        if p.requires_grad and p.is_leaf and not isinstance(p, nn.Parameter):
+        if p.requires_grad and p.is_leaf:
             warnings.warn(
                 f"{here()}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
                 "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
