@@ -206,7 +206,7 @@ def is_concrete(x: Tensor) -> bool:
 def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
     with torch_function_disabled():
-        return change_count(innermost(x))
+        return change_count(torch.func.debug_unwrap(x))
 
 
 def function_name(func: Any) -> str:
