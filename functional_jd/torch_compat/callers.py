@@ -12,7 +12,8 @@ import torch
 _ROOT = __name__.partition(".")[0]
 OURS = str(Path(__file__).parents[1])
 TORCH = str(Path(torch.__file__).parent)
-_SPEAK_FOR_OTHERS = {"require"}  # public functions that are called by what a step calls
+# Public functions that are called by what a step calls.
+_SPEAK_FOR_OTHERS = {"require", "gramian", "norms", "cross_gramian", "full_jacobian"}
 
 
 class SlowPathWarning(UserWarning):
@@ -25,18 +26,21 @@ def here() -> str:
     What `jacobian_fn` returned is called "jacobian_fn", and a `PerExample` "per_example". What a rule or an optimizer
     is made of takes the name of the function that calls it. What torch.compile traces has no stack.
     """
-    builder = ""
+    builder = other = ""
     frame = None if torch.compiler.is_dynamo_compiling() else currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(OURS) and (name := _public_name(frame)):
-            if frame.f_code.co_qualname == name:
+            if name in _SPEAK_FOR_OTHERS:
+                other = name
+            elif frame.f_code.co_qualname == name:
                 return name
-            builder = name
-        elif builder and not file.startswith((OURS, TORCH, contextlib.__file__)):
+            else:
+                builder = name
+        elif (builder or other) and not file.startswith((OURS, TORCH, contextlib.__file__)):
             break
         frame = frame.f_back
-    return builder or _ROOT
+    return builder or other or _ROOT
 
 
 def _public_name(frame: FrameType) -> str:
@@ -47,7 +51,7 @@ def _public_name(frame: FrameType) -> str:
     tables = [root, *(value for value in vars(root).values() if isinstance(value, ModuleType))]
     listed = [vars(table)[x] for table in tables for x in (first, name) if x in vars(table).get("__all__", ())]
     own = frame.f_globals.get(first), frame.f_globals.get(name)
-    return name if name not in _SPEAK_FOR_OTHERS and any(x is y for x in listed for y in own) else ""
+    return name if any(x is y for x in listed for y in own) else ""
 
 
 def user_level() -> int:

@@ -117,10 +117,12 @@ def check_an_overflow_on_one_rank_backs_off_its_own_scale_and_nan_none():
         for k in range(STEPS):
             before, skipped = state, k in (OVERFLOW, NOT_A_NUMBER)
             state, info = fj.step(state, *mine((*marks(k), *batch)), **how)
-            assert info.finite.tolist() == [not skipped, True, True]
+            others = k != OVERFLOW or rule.view.products != "none"  # in one backward pass, an overflow is everybody's
+            assert info.finite.tolist() == [not skipped, others, others]
             assert same(state[:4], before[:4]) == skipped, "a skipped step changes nothing but the scale"
             assert same_everywhere((state, info))
-        assert state.scale.scale.tolist() == [SCALE / 2, SCALE, SCALE], "no scale would mend NaN"
+        others = SCALE if rule.view.products != "none" else SCALE / 2
+        assert state.scale.scale.tolist() == [SCALE / 2, others, others], "no scale would mend NaN"
         assert same(state.scale, expected[0].scale)
         assert keeps_placements(state, before.params)
         close(state.params, expected[0].params, bound_of(torch.float16, expected[1]))

@@ -155,7 +155,7 @@ STATEFUL = {
 def test_a_state_of_another_rule_is_refused(rule):
     other = fj.pcd() if rule != "pcd" else fj.famo()
     state, how = begun(aggregator=other), method(aggregator=STATEFUL[rule]())
-    refused("^step: the state must be one of this rule.*Start it anew", lambda: fj.step(state, X, **how))
+    refused("^step: the state must be one of this rule.*Start it again", lambda: fj.step(state, X, **how))
 
 
 @pytest.mark.parametrize("rule", [name for name in STATEFUL if name not in ("pcgrad", "upgrad")])
