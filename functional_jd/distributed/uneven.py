@@ -1,7 +1,5 @@
 """Ranks that have different numbers of examples."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -44,17 +42,12 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
     own = examples.to(device) if isinstance(examples, Tensor) else torch.full((), examples, device=device)
     # A total has more digits than its terms: 2 counts of 40,000 are too many for float16.
     own = at_least_float32(own) if own.is_floating_point() else own.long()
-    total, ranks = _summed(own, group)
+    meshed = hasattr(group, "get_group")
+    total = over_mesh("sum", own, group) if meshed else collective("sum", own, group)
+    ranks = group.size() if meshed else known_group(group)[1]
 
     def weighted(value: Tensor) -> Tensor:
         value = at_least_float32(value)
         return value * (own.to(value.dtype) * ranks / total.to(value.dtype))
 
     return tree_map(weighted, losses)
-
-
-def _summed(count: Tensor, group: Any) -> tuple[Tensor, int]:
-    """The sum over the ranks, and how many these are."""
-    if hasattr(group, "get_group"):
-        return over_mesh("sum", count, group), group.size()
-    return collective("sum", count, group), known_group(group)[1]

@@ -145,14 +145,7 @@ def gramian_fn(
         >>> pullback(torch.tensor([0.5, 1.0]))
         (tensor([2., 2.]), tensor(True))
     """
-    check_losses(losses, argnums, has_aux)
-    factor = None if scale is None else multiplier(scale)
-
-    def products_and_losses(*args: Any) -> FoundProducts:
-        products, values, pull = _products("gramian", losses, args, argnums, has_aux, factor)
-        return products, values, lambda weights: pull(weights)
-
-    return products_and_losses
+    return _products_fn("gramian", losses, argnums, has_aux, scale, lambda f: lambda *args: f(*args))
 
 
 def squared_norms_fn(
@@ -189,37 +182,38 @@ def squared_norms_fn(
         >>> squares, values, pullback = squared_norms_fn(per_example(loss))(params, x, y)
         >>> clipped_sum, finite = pullback(1 / squares.sqrt().clamp(min=1.0))
     """
+    return _products_fn("norms", losses, argnums, has_aux, scale, lambda f: lambda *args: f(*args))
+
+
+def _products_fn(
+    needed: Literal["gramian", "norms"],
+    losses: LossFunction,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    scale: ScaleState | Tensor | None,
+    named: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[..., FoundProducts]:
+    """A function that returns inner products, losses, and the pullback. `named` wraps both functions in one of the
+    public function, whose name errors take.
+    """
     check_losses(losses, argnums, has_aux)
     factor = None if scale is None else multiplier(scale)
 
     def products_and_losses(*args: Any) -> FoundProducts:
-        products, values, pull = _products("norms", losses, args, argnums, has_aux, factor)
-        return products, values, lambda weights: pull(weights)
+        objectives, kind = found_kind(losses, argnums, args)
+        how: Any = {"products": needed, "argnums": argnums}
+        plan = Plan(has_aux, factor, is_differentiable((args, factor)), gramian_mode(), **how)
+        products, values, aux, pull = kind.gramian(objectives, args, plan)
+        finite = finite_rows(products, 0 if factor is None else factor.ndim)
 
-    return products_and_losses
+        def pulled(weights: Tensor) -> tuple[Direction, Tensor]:
+            check_weights(weights, len(products))
+            with autocast_disabled():
+                return pull(weights), finite
 
+        return products, (values, aux) if has_aux else values, named(pulled)
 
-def _products(
-    needed: Literal["gramian", "norms"],
-    losses: LossFunction,
-    args: tuple[Any, ...],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    factor: Tensor | None,
-) -> tuple[Tensor, Any, Callable[[Tensor], tuple[Direction, Tensor]]]:
-    """Inner products, losses, and the pullback. The caller wraps it: errors take the name of its frame."""
-    objectives, kind = found_kind(losses, argnums, args)
-    how: Any = {"products": needed, "argnums": argnums}
-    plan = Plan(has_aux, factor, is_differentiable((args, factor)), gramian_mode(), **how)
-    products, values, aux, pull = kind.gramian(objectives, args, plan)
-    finite = finite_rows(products, 0 if factor is None else factor.ndim)
-
-    def pulled(weights: Tensor) -> tuple[Direction, Tensor]:
-        check_weights(weights, len(products))
-        with autocast_disabled():
-            return pull(weights), finite
-
-    return products, (values, aux) if has_aux else values, pulled
+    return named(products_and_losses)
 
 
 def weighted_fn(

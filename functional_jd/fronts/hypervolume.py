@@ -124,16 +124,12 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         limit = bounds(points[0]).double()
         limit = torch.where(worst < limit, limit, worst + _MARGIN * nonzero(sizes))
         fronts = _fronts(torch.where(finite, points, torch.inf)) & finite.mT
-        slopes = torch.func.grad(_volume_of_fronts)(torch.where(finite, points, limit), fronts, limit)
+        of_fronts = lambda points: volume(torch.where(fronts.unsqueeze(-1), points, limit), limit).sum()
+        slopes = torch.func.grad(of_fronts)(torch.where(finite, points, limit))
         lengths = torch.linalg.vector_norm(slopes, dim=-1, keepdim=True)
         return torch.where(finite, divide(-slopes, lengths), torch.nan)
 
     return Population(losses, weigh)
-
-
-def _volume_of_fronts(points: Tensor, fronts: Tensor, limit: Tensor) -> Tensor:
-    """The sum of the hypervolumes of fronts, bool `[K, K]`: which points each has."""
-    return volume(torch.where(fronts.unsqueeze(-1), points, limit), limit).sum()
 
 
 def _fronts(points: Tensor) -> Tensor:
