@@ -1,6 +1,4 @@
-"""Checks at the start, from one evaluation of the losses with a graph: a loss reaches each parameter, modules use the
-parameters that are passed, noise protects, and no running statistics are lost.
-"""
+"""Checks at the start, most of them from one evaluation of the losses with a graph."""
 
 import warnings
 from collections.abc import Collection, Generator, Mapping
@@ -85,22 +83,10 @@ def check_learning(
     noised: bool = False,
     training: bool = True,
 ) -> None:
-    """Evaluate the losses once by plain autograd, and check what trains wrongly without an error.
+    """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
 
-    Args:
-        plan: its losses are evaluated, or those of some examples.
-        journal: notes what they change, which is put back, and keeps it for the next evaluation.
-        buffers: what the losses take after the parameters.
-        constant: the names of the losses that may have no gradient on this batch.
-        noised: whether the optimizer adds noise.
-        training: whether a training starts; else weights alone are computed, and losses without a gradient warn.
-
-    Raises:
-        ValueError: no loss reaches the parameters, or one does not; a module uses a parameter of its own, or is given
-            one that the losses change in place.
-
-    Warns:
-        UserWarning: gradients pass through float16 without a scale; a parameter has no gradient; buffers are lost.
+    What they change is put back, and the journal keeps it for the next evaluation. Losses named in `constant` may have
+    no gradient on this batch. Without `training` weights alone are computed, and losses without a gradient warn.
     """
     kind, before = plan.kind, tree_map(torch.clone, buffers)
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])

@@ -62,12 +62,7 @@ def prepare(
     engine: str | Engine = "auto",
     **fields: Any,
 ) -> tuple[Plan, Engine, EngineChoice]:
-    """The plan of a step, its engine and why. The arguments are those of `step`, and other fields of `Plan`.
-
-    Raises:
-        TypeError: a scale that is no `ScaleState`.
-        ValueError: an engine that is unknown, or does not give the rule what it needs.
-    """
+    """The plan of a step, its engine and why. The arguments are those of `step`, and other fields of `Plan`."""
     if not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")
     kind, view = kind_of(losses), rule.view if isinstance(rule.view, View) else as_view(rule.view)
@@ -133,8 +128,7 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     check_type("state", state, TrainState, START)
     check_function("losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator)
-    how: Any = {"scale": state.scale, "buffers": state.buffers}
-    return prepare(losses, state.params, batch, aggregator, **how)[2]
+    return prepare(losses, state.params, batch, aggregator, scale=state.scale, buffers=state.buffers)[2]
 
 
 class Weighed(NamedTuple):
@@ -157,11 +151,9 @@ class Verdict(NamedTuple):
 
 
 def observe(plan: Plan, engine: Engine) -> Observation:
-    """The observation of the engine, with the Gramian where the rule needs it and only rows are known.
-
-    Losses that differentiate by their batch may let it require grad in place. Afterwards it does not: else the next
-    state would keep the graph of all steps with this batch.
-    """
+    """The observation of the engine, with the Gramian where the rule needs it and only rows are known."""
+    # Losses that differentiate by their batch may let it require grad in place. Afterwards it does not: else the next
+    # state would keep the graph of all steps with this batch.
     batch = plan.args[1:]
     if not CONTAINERS.isdisjoint(map(type, batch)):
         batch = tree_leaves(batch)
@@ -263,10 +255,8 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
 
 
 def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = ()) -> Verdict:
-    """The verdict of finite rows, losses and weights.
-
-    A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and no
-    scale moves. So it is with weights.
+    """The verdict of finite rows, losses and weights. A loss that is not finite can make NaN of all rows. It alone is
+    to blame, and no scale moves; so it is with weights.
     """
     own = _finite_values((losses, weights), scale.scale)
     sound = own.all() if own.ndim else own

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from inspect import signature
 from math import isfinite
 from operator import length_hint
 from typing import Any
@@ -16,7 +15,7 @@ from functional_jd.core.names import objective_names
 from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
-from functional_jd.training.state import StepInfo, TrainState, note_call
+from functional_jd.training.state import StepInfo, TrainState, note_call, other_signature
 
 _Pairs = Generator[tuple[TrainState, StepInfo], None, None]
 
@@ -57,24 +56,19 @@ def fit(
 
     Guarantees:
         Two calls on halves of the batches are one call on all.
-        Whatever ends the loop, Ctrl-C too, has the state after the last step as its attribute `state`, unless it has an
-        attribute of that name already.
+        Whatever ends the loop has the state after the last step as its attribute `state`, unless it has one already:
+        after Ctrl-C, `except KeyboardInterrupt as stopped: state = stopped.state`.
 
     Example:
         >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
         >>> state, loader = train_state(torch.zeros(2), torch.ones(2), **method), [torch.ones(2)] * 3
         >>> take, history = functools.partial(step, **method), []
         >>> state = fit(take, state, loader, on_step=history.append)  # progress=True
-
-        To stop with Ctrl-C and keep the state:
-
-        >>> try:
-        ...     state = fit(take, state, loader)
-        ... except KeyboardInterrupt as stopped:
-        ...     state = stopped.state
     """
     check_flag("progress", progress)
-    with_state = on_step is not None and _takes_state(on_step)
+    if on_step is not None:
+        check_function("on_step", on_step, "Pass history.append for a list history.")
+    with_state = other_signature(on_step, 1) is not None
     pairs = _checked(step, state, batches, SkipWatch(patience))
     pairs = _with_bar(pairs, length_hint(batches)) if progress else pairs
     taken = 0
@@ -141,20 +135,7 @@ def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: "SkipWatch") 
             note_call(error, step, 1 + len(given), f"{watch.name}: step", text)
             raise
         yield state, info
-        # Afterwards, so that the last step is seen too.
-        watch.follow(scale, state, info)
-
-
-def _takes_state(on_step: Callable[..., Any]) -> bool:
-    """Whether a function cannot be called with the info alone."""
-    check_function("on_step", on_step, "Pass history.append for a list history.")
-    try:
-        signature(on_step).bind(None)
-    except TypeError:
-        return True
-    except ValueError:  # some functions written in C have no signature
-        pass
-    return False
+        watch.follow(scale, state, info)  # afterwards, so that the last step is seen too
 
 
 def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
@@ -202,10 +183,7 @@ class TrainingStalled(RuntimeError):  # noqa: N818, as StopIteration
 
 
 class SkipWatch:
-    """Counts the steps that were skipped in a row, exactly.
-
-    The flags stay on the device, and are read ten at a time, or when the count may reach one of its two limits.
-    """
+    """Counts the steps that were skipped in a row, exactly: flags are read ten at a time, or where a limit is near."""
 
     def __init__(self, patience: int | None):
         if patience is not None:

@@ -155,8 +155,7 @@ def check(
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
     placed = no_scale(device=leaves[0].device) if scale is None else scale
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
-    how: Any = {"scale": placed, "buffers": buffers, "has_aux": has_aux, "starting": True}
-    plan, *_ = prepare(losses, own, batch, mean(), **how)
+    plan, *_ = prepare(losses, own, batch, mean(), scale=placed, buffers=buffers, has_aux=has_aux, starting=True)
     try:
         check_learning(plan, StateJournal(), buffers, constant)
     except TypeError as error:
@@ -180,11 +179,8 @@ def _check_losses(aggregator: Aggregator, losses: Losses) -> None:
 def _place(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
     """A function that moves a tensor to the device of the first leaf, unless it is where some leaf is."""
     places, device = {leaf.device for leaf in leaves}, leaves[0].device
-
-    def placed(x: Tensor) -> Tensor:
-        return x if x.device in places else x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
-
-    return placed
+    dtype = lambda x: widest(device) if x.dtype == torch.float64 else x.dtype
+    return lambda x: x if x.device in places else x.to(device, dtype(x))
 
 
 def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:

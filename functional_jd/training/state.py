@@ -1,7 +1,7 @@
 """What training carries from step to step, what a step reports, and checks of what a step is given."""
 
 from collections.abc import Sequence
-from inspect import signature
+from inspect import Signature, signature
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -131,14 +131,19 @@ def note_call(error: TypeError, f: Any, count: int, name: str, text: str) -> Non
     """Add a note with the signature of a function to an error, if it does not take so many arguments."""
     if torch.compiler.is_compiling():
         return
+    if (other := other_signature(f, count)) is not None:
+        error.add_note(f"{name}({', '.join(other.parameters)}) {text}.")
+
+
+def other_signature(f: Any, count: int) -> Signature | None:
+    """The signature of a function that does not take so many arguments; None if it does, or has no signature."""
+    found = None
     try:
-        taken = signature(f)
-    except (TypeError, ValueError):  # no function, or one written in C
-        return
-    try:
-        taken.bind(*range(count))
-    except TypeError:
-        error.add_note(f"{name}({', '.join(taken.parameters)}) {text}.")
+        found = signature(f)
+        found.bind(*range(count))
+    except (TypeError, ValueError):  # no function, one written in C, or other arguments
+        return found
+    return None
 
 
 def note_other_optimizer(state: TrainState, optimizer: Optimizer, error: Exception) -> None:

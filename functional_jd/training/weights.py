@@ -151,8 +151,7 @@ def weights_and_memory(
     leaves = tree_leaves(seen.losses)
     weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
     if tree_leaves(memory):
-        taken = all_finite((weights, leaves))
-        taken = taken if finite is None else taken & finite.all()
+        taken = all_finite((weights, leaves)) & (True if finite is None else finite.all())
         if state is not None:
             memory = select(taken, memory, state)
         elif not (torch.compiler.is_compiling() or under_transform() or bool(taken)):
