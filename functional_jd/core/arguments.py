@@ -111,8 +111,13 @@ def number(name: str, value: Any, domain: Domain, cure: str) -> Any:
     return torch.where(domain.contains(values), values, torch.nan)
 
 
-def check_number(name: str, value: Any, domain: Domain, cure: str, expected: str = "") -> None:
-    """Raise for what is not a number of Python, or not in a domain; NaN and `bool` are none."""
+def check_number(name: str, value: Any, domain: Domain, cure: str, expected: str = "", tensors: bool = False) -> None:
+    """Raise for what is not a number of Python, or not in a domain; NaN and `bool` are none. With `tensors`, a tensor
+    `[]` is one, and is not read.
+    """
+    if tensors and isinstance(value, Tensor):
+        check_scalar(name, value, cure)
+        return
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
         refuse(name, expected or domain.expected, value, cure)
     try:

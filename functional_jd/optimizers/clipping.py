@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import at_least, check_number, check_scalar
+from functional_jd.core.arguments import at_least, check_number
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import over_all_ranks, shard_of, sharded_as, sum_over_shards
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_map
@@ -68,7 +68,7 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
     Differs:
         From torch, which divides by the norm + 1e-6: there, `max_norm=1e-6` halves a direction of norm 1e-6.
     """
-    _require_bound(max_norm, "max_norm")
+    check_number("max_norm", max_norm, at_least(0), "Pass math.inf to clip nothing.", tensors=True)
     unit, ratio = _unit_and_ratio(direction, norm_type)
     exceeds = unit * ratio > max_norm
     # Both operands are replaced in the branch that `where` discards: 0 / 0 or inf there would make derivatives NaN.
@@ -100,7 +100,7 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     Source:
         `torch.nn.utils.clip_grad_value_`.
     """
-    _require_bound(limit, "limit")
+    check_number("limit", limit, at_least(0), "Pass math.inf to clip nothing.", tensors=True)
     floating_leaves(direction)
     bound: Any = limit
 
@@ -135,11 +135,3 @@ def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Ten
     total = sum_over_shards([norm**norm_type for norm in norms], leaves)
     root = torch.where(total == 0, 1, total) ** (1 / norm_type)
     return unit, torch.where(total == 0, 0, root)
-
-
-def _require_bound(bound: Any, name: str) -> None:
-    cure = "Pass math.inf to clip nothing."
-    if isinstance(bound, Tensor):
-        check_scalar(name, bound, cure)
-    else:
-        check_number(name, bound, at_least(0), cure)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import POSITIVE, check_flag, check_function, check_number, check_scalar, refuse
+from functional_jd.core.arguments import POSITIVE, check_flag, check_function, check_number, refuse
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import tree_map
 
@@ -47,11 +47,7 @@ def scaled_grad(
     """
     check_function("f", f, "Pass the function, not its value: scaled_grad(energy, 2.0**14).")
     check_flag("has_aux", has_aux)
-    cure = "A power of two, such as 2.0**14."
-    if isinstance(factor, Tensor):
-        check_scalar("factor", factor, cure)
-    else:
-        check_number("factor", factor, POSITIVE, cure)
+    check_number("factor", factor, POSITIVE, "A power of two, such as 2.0**14.", tensors=True)
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
     if not positions or any(isinstance(at, bool) or not isinstance(at, int) for at in positions):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("argnums", "a position, or several in a tuple", argnums, "Count from 0.")
