@@ -195,8 +195,7 @@ def _written(value: Any) -> Tensor:
 def _sums(entries: Mapping[str, Tensor]) -> dict[str, int]:
     """The checksum of each entry that is not meta, by sorted name."""
     names = sorted(name for name in entries if name not in (_VERSION, _SUMS))
-    found = checksums([entries[name] for name in names])
-    return dict(zip(names, map(int, found), strict=True))
+    return dict(zip(names, map(int, checksums([entries[name] for name in names])), strict=True))
 
 
 def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> None:

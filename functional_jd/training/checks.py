@@ -34,17 +34,10 @@ from functional_jd.torch_compat.watching import StateJournal
 
 _CURE = "Call functional(model)(params, ...), not model(...)"
 
-# Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
-_ROUNDING = 1e-6
-
 
 def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool) -> None:
-    """Raise for noise that protects too little: a row that is not that of one example, or that is not bounded by the
-    norm of the noise. Only `reading` reads bounds that are tensors.
-    """
-    norm, bound = optimizer.sensitivity, rule.sensitivity
-    if norm is None:
-        return
+    """Raise for noise that protects too little, or nobody. Only `reading` reads bounds that are tensors."""
+    norm, bound = cast(Any, optimizer.sensitivity), rule.sensitivity
     found, kind = "", kind_of(losses)
     if not kind.rows_are_examples:
         found = "the losses must be made by per_example, found others: the noise protects nobody"
@@ -54,7 +47,7 @@ def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *,
         found = "the rule must bound every row, as clipped(max_norm) does, found none: the noise protects nobody"
     elif all(not isinstance(x, Tensor) or (reading and has_values(x)) for x in (norm, bound)):
         norm, bound = float(norm), float(bound)
-        if abs(norm - bound) > _ROUNDING * bound:
+        if abs(norm - bound) > 1e-6 * bound:  # rounding, by whatever dtype, such as of the root of a sum of squares
             found = f"the rule must bound rows by {norm:g}, the norm of the noise, found {bound:g}"
     if found:
         raise ValueError(

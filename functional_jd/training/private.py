@@ -62,13 +62,11 @@ def private(
 
     Limits:
         Buffers get no noise: keep none that follow the examples. `info` holds losses and weights of examples without
-        noise: it is not private. A step that is not finite is skipped, which depends on the examples.
+        noise: it is not private. A step that is not finite is skipped, which depends on the examples. The privacy that
+        is spent is not counted; other differences from Opacus: see `noised` and `clipped`.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
-
-    Differs:
-        From Opacus: see `noised` and `clipped`. Nothing is accounted for.
 
     Example:
         >>> loss = lambda params, x, y: (x @ params["w"] - y).square()

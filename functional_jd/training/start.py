@@ -90,11 +90,10 @@ def train_state(
     """
     check_method(losses, aggregator, optimizer, has_aux)
     leaves, _ = floating_leaves(params)
-    own = detach_parameters(params)
     check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
-    params, place = replicate(own), _place(leaves)
+    params, place = replicate(detach_parameters(params)), _place(leaves)
     tracked = under_functorch()  # what plain autograd recorded is mostly the rest of another call
     kept = lambda x: x if tracked and not isinstance(x, nn.Parameter) else x.detach()
     buffers = tree_map(lambda x: place(kept(x).clone()), buffers)
@@ -136,10 +135,7 @@ def check(
         constant: as for `train_state`.
 
     Raises:
-        ValueError: what `train_state` raises for losses and parameters; a call under a transform.
-
-    Warns:
-        UserWarning: as `train_state`.
+        ValueError: what `train_state` raises for losses and parameters, and it warns alike; a call under a transform.
 
     Guarantees:
         The losses are evaluated once. Generators and tensors that they change in place are put back.

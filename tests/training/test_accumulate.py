@@ -172,11 +172,14 @@ def test_on_an_accelerator(rule):
 
 
 def test_what_is_refused():
-    call = lambda p, losses=plain, **more: jd.accumulate(losses, p, params=SHARED, aggregator=jd.upgrad(), **more)
+    call = lambda p, losses=plain, **more: jd.accumulate(
+        losses, p, **({"params": SHARED, "aggregator": jd.upgrad()} | more)
+    )
     some = lambda params, x, y: plain(params, x, y) if len(x) == 3 else {"a": plain(params, x, y)["a"]}
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
+        (lambda: call(parts(), params={"w": torch.nn.Parameter(X, False)}), ValueError, "frozen 'w'"),
         (
             lambda: call([(X[:3], Y[:3]), (X[:4], Y[:4])], some),
             ValueError,
