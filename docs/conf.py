@@ -37,7 +37,6 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-TITLES = {"Laws:": "Guarantees:", "Differs:": "Differences:"}  # of sections in docstrings, and on the site
 napoleon_custom_sections = ["Guarantees", "Source", "Differences"]
 
 html_theme = "furo"
@@ -115,11 +114,10 @@ def link_rules(_app: Any, page: str, source: list[str]) -> None:
 
 
 def name_sections(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
-    """Give sections the titles of the site."""
-    lines[:] = [TITLES.get(line, line) for line in lines]
+    """Give sections of one line the form of others."""
     for i, line in enumerate(lines):
-        if line.startswith("Differs: "):
-            lines[i : i + 1] = ["Differences:", "    " + line.removeprefix("Differs: ")]
+        if line.startswith("Differences: "):
+            lines[i : i + 1] = ["Differences:", "    " + line.removeprefix("Differences: ")]
 
 
 def write_formulas(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:

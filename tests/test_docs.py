@@ -15,7 +15,7 @@ import functional_jd
 from functional_jd.testing import ALWAYS, BY_CLAIM, differentiable
 
 PLACE = Path(__file__).parents[1] / "docs" / "make_reference.py"
-ORDER = ["Args", "Attributes", "Returns", "Raises", "Laws", "Source", "Differs", "Example"]
+ORDER = ["Args", "Attributes", "Returns", "Raises", "Guarantees", "Source", "Differences", "Example"]
 # Their weights are no paper's idea.
 FOLKLORE = {"mean", "total", "constant"}
 

@@ -16,27 +16,27 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 14_520  # goal 12,500
-LINES = 25_430  # goal 22,000
-FILES = 195  # goal 190
+CODE_LINES = 14_480  # goal 12,500
+LINES = 24_730  # goal 22,000
+FILES = 187  # goal 190
 LINES_OF_A_FILE = 400
-PRIVATE_NAMES = 21  # goal 20
+PRIVATE_NAMES = 20
 CHAIN = 19  # goal 18
 ROOMS = {
-    ("core",): 1_870,  # goal 1,300
-    ("torch_compat",): 1_610,  # goal 1,200
-    ("random",): 890,  # goal 800
-    ("solvers",): 1_460,  # goal 1,400
-    ("precision",): 1_150,
-    ("objectives",): 1_260,  # goal 1,000
-    ("aggregation", "aggregators"): 4_400,
-    ("optimizers",): 1_270,  # goal 1,200
-    ("engines",): 4_085,  # goal 3,700
+    ("core",): 1_855,  # goal 1,300
+    ("torch_compat",): 1_575,  # goal 1,200
+    ("random",): 850,  # goal 800
+    ("solvers",): 1_400,
+    ("precision",): 1_130,
+    ("objectives",): 1_210,  # goal 1,000
+    ("aggregation", "aggregators"): 4_320,
+    ("optimizers",): 1_262,  # goal 1,200
+    ("engines",): 3_935,  # goal 3,700
     ("training",): 2_685,  # goal 2,000
     ("distributed",): 450,
-    ("diagnostics", "fronts"): 1_310,  # goal 1,200
+    ("diagnostics", "fronts"): 1_307,  # goal 1,200
     ("testing",): 1_400,
-    ("plotting", "__main__.py"): 1_575,  # goal 1,350
+    ("plotting", "__main__.py"): 1_335,
 }
 """Lines of a room, at most. A room that needs more gives up something."""
 

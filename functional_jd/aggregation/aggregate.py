@@ -97,7 +97,7 @@ def aggregate(
         ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; a state of another rule, or for
             another m; or the rule needs `others` or `losses` and they are missing.
 
-    Laws:
+    Guarantees:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
 
     Example:

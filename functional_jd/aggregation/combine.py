@@ -49,7 +49,7 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
     Raises:
         ValueError: weights of another structure or shape.
 
-    Laws:
+    Guarantees:
         Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
         Weights are rounded to the dtype of the sum: below float64, weights above 3e38 overflow, and those below 1e-38
         vanish. Rules that balance rows of norms 1e-19 and 1e19 give such weights.

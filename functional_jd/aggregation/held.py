@@ -38,7 +38,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
     Raises:
         TypeError, ValueError: `rule` is no rule with weights `[m]`; `repeated` without a state of `fresh`.
 
-    Laws:
+    Guarantees:
         `fresh` is `rule`, bit for bit. `repeated` returns the state unchanged. Derivatives of the weights go on through
         the state. Non-finite weights of the rule give a non-finite state: keep the previous one, as `step` does.
 

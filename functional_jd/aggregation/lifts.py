@@ -60,7 +60,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         TypeError: `s` is not callable.
         ValueError: when called, `s` does not return a scalar.
 
-    Laws:
+    Guarantees:
         The direction is the gradient of `s(losses(params))`; for `multitask` losses, that of the trunk. Where `s` is
         undefined or not differentiable, the direction may be infinite or NaN, but nothing raises.
 

@@ -31,7 +31,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
         where its rank is constant, also at repeated eigenvalues; where s itself is repeated, it has one-sided
         derivatives only, and one of them is returned (except for "rmse"). Second derivatives are correct at full rank.
 
-    Laws:
+    Guarantees:
         Linear in the preference; homogeneous in the Jacobian. Equal to `constant(u)` for orthogonal rows of equal
         length. Linearly independent rows: `J direction = sqrt(s) G^(1/2) u`, and `|direction| = sqrt(s) |u|`.
         Eigenvalues below `8 m eps` of the largest are treated as zero: dependent rows share one component. So do rows

@@ -23,7 +23,7 @@ def auto_clipped(gamma: Number = 0.01, max_norm: Number = 1.0) -> Aggregator:
         A rule that needs the norms of the rows. Weights `[m]`, float64, positive; differentiable with respect to the
         norms, `gamma` and `max_norm`.
 
-    Laws:
+    Guarantees:
         No row adds more than `max_norm` to the direction. Rows keep the order of their norms. Weights do not depend on
         other rows. Where gamma is small against all norms, the unit of the losses does not matter. The heads of
         `multitask` losses, which follow no rule, are not clipped.

@@ -36,7 +36,7 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
         0; not unique where rows are dependent. Twice differentiable with respect to the Gramian and to c, where the set
         of rows with the smallest gain does not change.
 
-    Laws:
+    Guarantees:
         `|direction - g_0| = c |g_0|`, to 1e-12 (to `4e-16 / r^2` where rows nearly cancel, `|g_0|` being r times the
         mean norm), except where all weights are 0: for a mean of zero, within 1e-7 of the mean norm, and for a
         stationary Jacobian (a convex combination of the unit rows is zero within 1e-6, or a row is zero), if the
@@ -47,7 +47,7 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent for multi-task learning, NeurIPS 2021,
         arXiv 2110.14048, equation 3; algorithm 1.
 
-    Differs:
+    Differences:
         Exact, where the reference code minimises the dual with a tolerance, and treats short Jacobians as stationary.
         The best directions of a stationary Jacobian are not unique: the paper divides 0 by 0 there.
     """

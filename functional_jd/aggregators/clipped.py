@@ -22,7 +22,7 @@ def clipped(max_norm: Number) -> Aggregator:
         A rule that needs the norms of the rows. Weights `[m]`, float64, in (0, 1]; differentiable with respect to the
         norms and `max_norm` where no norm equals `max_norm`.
 
-    Laws:
+    Guarantees:
         No row adds more than `max_norm` to the direction, which moves by at most that if a row is left out: the
         sensitivity of differential privacy. Equal to `total()` where all rows are short enough. Weights do not depend
         on other rows. `grouped` clips every group of parameters by itself. The heads of `multitask` losses, which
@@ -31,7 +31,7 @@ def clipped(max_norm: Number) -> Aggregator:
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
 
-    Differs:
+    Differences:
         The direction is the sum, not the mean: a private mean divides by the expected size of a batch, not by the size
         that was drawn. Opacus sums too, divides by the expected size after it has added noise, and adds 1e-6 to norms.
         For an embedding with `padding_idx`, torch sets the gradient of that entry to zero, and so do rows here; those

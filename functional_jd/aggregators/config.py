@@ -30,7 +30,7 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         A rule that needs the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian where the rank
         of its cosines is constant.
 
-    Laws:
+    Guarantees:
         Linearly independent rows: the cosines of direction and rows are proportional to u, so that the direction
         conflicts with no row. Dependent rows: proportional in the least-squares sense; then it may conflict, and turn
         round when a row is scaled. Scaling one of independent rows changes the length only; homogeneous in the
@@ -43,7 +43,7 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         Liu, Chu, Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, arXiv 2408.11104,
         equations 2 and 3.
 
-    Differs:
+    Differences:
         The pseudo-inverse is that of the cosines, with eigenvalues below `8 m eps` of the largest treated as zero: unit
         rows with a condition number above 1e7 are treated as dependent.
     """

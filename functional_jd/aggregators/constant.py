@@ -20,7 +20,7 @@ def constant(weights: Numbers) -> Aggregator:
         A rule that needs no gradients: a step costs one weighted backward pass. Its weights are float64 and
         differentiable with respect to `weights`.
 
-    Laws:
+    Guarantees:
         Linear in the Jacobian and in the weights; `constant([1/m] * m) = mean()`.
     """
     return stateless(no_gradients, per_objective("weights", weights, domain=None))

@@ -25,7 +25,7 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign;
         differentiable with respect to the losses, to `lambda_` and to `weights`.
 
-    Laws:
+    Guarantees:
         `cosmos(0, u)` is `constant(u)`, as is every `cosmos` where the losses are a multiple of the weights. The
         gradient of the reward is orthogonal to the losses: `weights'L = u'L`. If all losses are zero, the weights are
         NaN.
@@ -34,7 +34,7 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
         Ruchte & Grabocka, Scalable Pareto front approximation for deep multi-objective learning, ICDM 2021,
         arXiv 2103.13392: the loss with the cosine penalty.
 
-    Differs:
+    Differences:
         The paper also passes the weights to the model; here that is left to the losses.
     """
     reward = number("lambda_", lambda_, NOT_NEGATIVE, "Use 0 for no reward.")

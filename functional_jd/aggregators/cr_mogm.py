@@ -38,7 +38,7 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         A rule with the view and the cost of `rule`. Weights in the shape and dtype of the rule's, differentiable as
         those are, and with respect to the state and to `momentum`.
 
-    Laws:
+    Guarantees:
         With momentum 0, and in the first call, equal to the rule, bit for bit. Constant weights stay the same, bit for
         bit. The weights lie in every convex set that the rule's lie in, such as the simplex. After the first call they
         are those of earlier rows too, and may conflict with the new ones, also around a rule that does not. Degenerate
@@ -49,7 +49,7 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         Zhou et al., On the convergence of stochastic multi-objective gradient manipulation and beyond, NeurIPS 2022:
         the composite weights of CR-MOGM.
 
-    Differs:
+    Differences:
         The momentum is constant; the paper lets it grow towards 1 as the learning rate falls.
     """
     check_rule(rule)

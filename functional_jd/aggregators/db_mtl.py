@@ -44,7 +44,7 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         term from earlier rows. Differentiable with respect to Jacobian, losses, state, `beta` and `beta_sigma` where
         the longest row is unique.
 
-    Laws:
+    Guarantees:
         Invariant to the unit of a loss: to multiplying loss and row by c, in all calls; for rows in float32 or less, as
         long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38 and 3e38. Homogeneous in the Jacobian alone. A row
         whose average is zero gets weight 0. With beta 0 there is no memory. Losses must be positive: otherwise the
@@ -53,7 +53,7 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
     Source:
         Lin et al., Dual-balancing for multi-task learning, arXiv 2308.12029: algorithm 1.
 
-    Differs:
+    Differences:
         No 1e-8 is added to losses and norms. The heads of `multitask` losses follow their losses, not the log losses.
     """
     beta = number("beta", beta, BELOW_1, "The default is 0.9.")

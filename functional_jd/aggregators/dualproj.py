@@ -28,7 +28,7 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
         where they are dependent. Twice differentiable with respect to the Gramian, where the set of active constraints
         does not change, and to the preference.
 
-    Laws:
+    Guarantees:
         Never conflicts: `J direction >= 0`. Equal to `constant(u)` where that conflicts with no row. Homogeneous in the
         Jacobian and in the preference. Rows of zeros have no effect. A stationary Jacobian (a positive combination of
         its rows is zero) gives zero, also where the combination with u is not zero. A non-finite Gramian gives NaN
@@ -38,7 +38,7 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
         Lopez-Paz & Ranzato, Gradient episodic memory for continual learning, NeurIPS 2017, equation 11; with all rows
         as constraints and their mean projected: Quinton & Rey, arXiv 2406.16232, appendix on existing aggregators.
 
-    Differs:
+    Differences:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
     """
     preference_of = preferences("preference", preference)

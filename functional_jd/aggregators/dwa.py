@@ -44,7 +44,7 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
         with sum m; constant in the losses of the call itself, differentiable with respect to the state and to
         `temperature`.
 
-    Laws:
+    Guarantees:
         Equal to `total()` in the first two epochs, and where all losses decrease by the same factor. Invariant to the
         unit of a loss. Losses should keep their sign; a mean of zero is treated as unchanged. Non-finite losses give a
         non-finite state: keep the previous one.
@@ -85,7 +85,7 @@ def dwa_end_epoch(state: DwaState) -> DwaState:
     Returns:
         The state for the next epoch.
 
-    Laws:
+    Guarantees:
         Pure. Without a call in the epoch, the state does not change, bit for bit.
     """
     check_type("state", state, DwaState, "Pass the state.aggregator of a rule dwa().")

@@ -43,7 +43,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         polytope, so that they jump. Differentiable with respect to the Gramian, and to losses and preference where
         they enter the constraints.
 
-    Laws:
+    Guarantees:
         The weights stay the same when the Jacobian is scaled. Negative losses, and a non-finite Gramian, give NaN
         weights; losses that are all zero count as being in proportion. It may conflict with the losses that are small
         enough. Where the search does not end, weights are NaN: in 1 of 10 of problems with 128 rows and condition 1e7.
@@ -52,7 +52,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         Mahapatra & Rajan, Multi-task learning with user preferences: gradient descent with controlled ascent in Pareto
         optimization, ICML 2020, algorithm 1; the programs are those of the authors' code.
 
-    Differs:
+    Differences:
         Where no weights meet the last constraint of the second program, the reference code fails; here they miss it by
         the least amount. The reference code multiplies the weights by m.
     """

@@ -48,7 +48,7 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
         to Jacobian, state and `rate` (the derivative is zero for entries that were always zero, where `|J_ip|` has a
         kink).
 
-    Laws:
+    Guarantees:
         With a warm-up, the weights are invariant to scaling each row by a factor that is the same in all calls; no
         squares are formed, so norms of any size are allowed. A row of zeros has risk 0; its first nonzero risk becomes
         its baseline. Equal or opposite rows get equal weights; a single row gets weight 1. A non-finite Jacobian gives
@@ -58,7 +58,7 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
         He et al., Robust multi-task learning with excess risks, ICML 2024: equations 6 and 7 (the risk), 9 (the
         weights), section 3.2 (the baseline), appendix C.1 (the warm-up).
 
-    Differs:
+    Differences:
         The reference code adds 1e-7 under the root and to the baseline; here a row without a baseline is not divided.
         As in the reference code, and unlike the paper, the first call without a warm-up is not normalised.
     """

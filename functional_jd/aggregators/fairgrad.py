@@ -28,7 +28,7 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, positive, but 0 for rows
         of zeros and for some stationary Jacobians; twice differentiable with respect to the Gramian and to alpha.
 
-    Laws:
+    Guarantees:
         Never conflicts. For alpha = 1 invariant to scaling a row, with a direction of norm `sqrt(m)`; else the
         direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J, up to rounding. A row of zeros gets
         weight 0, the others the weights that they have without it. From alpha = 0.1 to 10 the residual of the equation
@@ -46,7 +46,7 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
     Source:
         Ban & Ji, Fair resource allocation in multi-task learning, ICML 2024, arXiv 2402.15638, equation 4.
 
-    Differs:
+    Differences:
         Exact, where the reference code minimises the square of `G w - w^(-1 / alpha)` from uniform weights, with an
         absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()` where that
         conflicts with no row, else its projection, `dualproj` with a preference of ones.

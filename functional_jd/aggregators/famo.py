@@ -54,7 +54,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Its weights, float64 `[m]`, lie in
         the simplex; differentiable with respect to losses, c included, state, `rate` and `decay`.
 
-    Laws:
+    Guarantees:
         The logits are updated at the beginning of the next call. Pass the losses after the step, on the same batch, to
         `famo_after_step`, as the paper does; without it the losses of the next call are used: from another batch, hence
         noisier, but without a further forward pass. Invariant to the unit of the losses, up to the rounding of their
@@ -64,7 +64,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         Liu, Feng, Stone & Liu, FAMO: fast adaptive multitask optimization, NeurIPS 2023, arXiv 2306.03792, algorithm 1;
         the paper's code for Adam.
 
-    Differs:
+    Differences:
         No 1e-8 is added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the paper's code has 1e-5.
 
     Example:
@@ -105,7 +105,7 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
     Returns:
         The state for the next call.
 
-    Laws:
+    Guarantees:
         Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
         batch, the state does not change.
     """

@@ -16,7 +16,7 @@ def geometric_mean() -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to the losses.
 
-    Laws:
+    Guarantees:
         The unit of a loss affects only the length of the direction: multiplying `L_i` by c multiplies the direction by
         `c^(1/m)`. A single loss has weight 1. Losses must be positive: otherwise weights are not finite. A loss that
         approaches zero takes all the weight, and the others stay where they are.

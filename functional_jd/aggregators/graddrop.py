@@ -35,7 +35,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
         derivative with respect to it is 0, which is correct where no sign changes; differentiable with respect to the
         leak. Its state is the key of the next call, int64 `[2]`, on the Jacobian's device.
 
-    Laws:
+    Guarantees:
         The same state gives the same random numbers on every device and under every transform, for a tree and for its
         flattened rows; the key advances at every call. Without a leak the expected direction is `total()`, up to 2^-24;
         with a leak of ones it is `total()`. Entries on which all rows agree are never dropped. Scale-equivariant. Rows
@@ -45,7 +45,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
         Chen et al., Just pick a sign: gradient sign dropout, NeurIPS 2020, arXiv 2010.06808, equations 1 and 2, lines
         10 to 15 of algorithm 1, with f the identity.
 
-    Differs:
+    Differences:
         U = P gives the negative sign, where the paper drops both: so an entry without conflict is never dropped.
     """
     check_key(key)

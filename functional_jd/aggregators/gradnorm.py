@@ -45,7 +45,7 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         weights, float64 `[m]`, are positive with sum m; differentiable with respect to Jacobian, losses, state, `alpha`
         and `rate` where no norm equals its target.
 
-    Laws:
+    Guarantees:
         The first direction is `total()`. The weights are invariant to scaling the Jacobian, and to the unit of a loss
         that is the same in all calls. Norms at their targets stay there (the sign is linear within 2^-40, against
         rounding); a single row keeps weight 1. A row of zeros contributes no gradient: its weight changes only through
@@ -55,7 +55,7 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
     Source:
         Chen, Badrinarayanan, Lee & Rabinovich, GradNorm, ICML 2018, arXiv 1711.02257: equations 1 and 2, algorithm 1.
 
-    Differs:
+    Differences:
         A softmax keeps the weights positive and their sum m, as in LibMTL, where the paper renormalises weights that a
         step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
         all parameters; those of the last shared layer, as in the paper: `aggregation.from_part(gradnorm(), ["layer"])`.

@@ -49,7 +49,7 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian,
         the targets and `beta` where no cosine equals its target or +-1. Its state is `GradVacState(key, targets)`.
 
-    Laws:
+    Guarantees:
         A projected row whose angle with the next one is within 1e-6 of opposite is cancelled. The same state gives the
         same random orders on every device and under every transform; the key advances at every call. The first call,
         and every call with `beta=0`, is `pcgrad` with the same key, to 1e-6 of a row that is cancelled so.
@@ -60,7 +60,7 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
     Source:
         Wang, Tsvetkov, Firat & Cao, Gradient vaccine, ICLR 2021, arXiv 2010.05874, equations 2 and 3, algorithm 1.
 
-    Differs:
+    Differences:
         Targets are clamped to a distance of 2^-40 from +-1. The reference code adds 1e-8 to the denominators instead,
         and so depends on the scale. One group of parameters; for more, see `grouped`.
     """

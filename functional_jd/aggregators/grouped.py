@@ -38,7 +38,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     Warns:
         UserWarning: where training starts, a loss with a row of zeros in a group whose rule needs the Gramian.
 
-    Laws:
+    Guarantees:
         The direction of one group does not depend on the others' rows. With one group it is the group's rule. The laws
         of the rules (non-conflicting, scale-equivariant) hold group by group. `cr_mogm(grouped(...))` averages all
         weights, `grouped({key: cr_mogm(...)})` those of one group.

@@ -29,7 +29,7 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
         A rule that needs the Gramian. Weights `[m]`, float64, of any sign; differentiable with respect to the Gramian
         where its rank is constant.
 
-    Laws:
+    Guarantees:
         Linearly independent rows: `<direction, g_i> / |g_i|` is `1 / sum(v)` for all i; if that is negative, the
         direction conflicts with all rows. Scaling one row changes the length only. Homogeneous in the Jacobian. Rows of
         zeros get weight 0. Dependent rows: equal in the least-squares sense, for comparable norms; there the direction
@@ -42,7 +42,7 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
         Liu et al., Towards impartial multi-task learning, ICLR 2021, section 3.1, the closed form of gradient balance;
         with the pseudo-inverse, for dependent rows: Quinton & Rey, arXiv 2406.16232, appendix on existing aggregators.
 
-    Differs:
+    Differences:
         The threshold for a zero sum is relative to its terms; in the reference code it is 1e-12, which excludes rows
         longer than 1e12.
     """

@@ -33,7 +33,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to losses, state and `rate`.
 
-    Laws:
+    Guarantees:
         The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
         losses converge to `exp(v) = 1 / L`, with all scaled losses 1. Losses must be
         positive: v diverges at 0, and weights are NaN for negative losses.
@@ -45,7 +45,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
         Liu, Li, Kuang, Xue, Chen, Yang, Liao & Zhang, Towards impartial multi-task learning, ICLR 2021: loss balance,
         with the exponential for the scaling function.
 
-    Differs:
+    Differences:
         The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")

@@ -24,7 +24,7 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
         A rule that needs the Gramian. Weights `[m]`, float64; their derivatives are 0, which is correct where no two
         scores are equal.
 
-    Laws:
+    Guarantees:
         Equivariant under rotation and scaling of all rows, and under translation up to rounding: squared distances come
         from the Gramian, to 1e-15 of the squared norms, so that rows are told apart if they differ by more than 1e-7 of
         their norms. Equal to `mean()` for `n_selected = m`. Of equal scores, those of the first rows are selected. A
@@ -33,7 +33,7 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
     Source:
         Blanchard, El Mhamdi, Guerraoui & Stainer, Machine learning with adversaries, NeurIPS 2017, section 4.
 
-    Differs:
+    Differences:
         Scores add up squared distances, as in the paper; the reference code adds up distances.
     """
     check_integer("n_byzantine", n_byzantine, 0, "It counts rows.")

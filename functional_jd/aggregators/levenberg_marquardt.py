@@ -46,7 +46,7 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
         `[m]`, float64, of any sign; differentiable with respect to Jacobian, residuals, state and `damping` where q is
         not zero.
 
-    Laws:
+    Guarantees:
         The prediction is that of a step with learning rate 1 on the same residuals: take
         `line_search(sgd(1.0), [1.0, 0.0])`, and the whole batch in every step. Rate 0 is the step that is taken back,
         so that this is the classical method; with shorter rates in its place, a step that fails is shortened. With
@@ -57,7 +57,7 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     Source:
         Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.
 
-    Differs:
+    Differences:
         From Levenberg-Marquardt in solvers: a step is evaluated before it is taken only in a line search.
     """
     damping = number("damping", damping, POSITIVE, "The default is 1e-3.")

@@ -13,7 +13,7 @@ def mean() -> Aggregator:
     Returns:
         A rule that needs no gradients: a step costs one weighted backward pass.
 
-    Laws:
+    Guarantees:
         Linear in the Jacobian; `mean() = total() / m`. It conflicts with a row that the others outweigh.
     """
     return _MEAN

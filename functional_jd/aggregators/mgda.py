@@ -27,7 +27,7 @@ def mgda(*, solver: Solver = "host") -> Aggregator:
         Twice differentiable with respect to the Gramian, where the weights are unique and the set of positive ones does
         not change.
 
-    Laws:
+    Guarantees:
         Never conflicts: `<direction, g_i> >= |direction|^2`, with equality where the weight is positive. Homogeneous in
         the Jacobian; never longer than the shortest row, and accurate relative to that row, however long others are,
         to 1e-16 k^2 where rows cancel each other that are k times as long.
@@ -39,7 +39,7 @@ def mgda(*, solver: Solver = "host") -> Aggregator:
         Mathematique 350, 2012, theorem 2.2; as a quadratic program in the weights: Sener & Koltun, Multi-task learning
         as multi-objective optimization, NeurIPS 2018, equation 3.
 
-    Differs:
+    Differences:
         Exact, where the reference code takes at most 100 Frank-Wolfe steps.
     """
 

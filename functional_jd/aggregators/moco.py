@@ -53,7 +53,7 @@ def moco(
         term from earlier rows. The w of the formula is in the state. Differentiable with respect to Jacobian, losses,
         state and hyper-parameters (a row of zeros is a kink).
 
-    Laws:
+    Guarantees:
         Invariant to scaling a row, whose length in the average is its loss; for rows in float32 or less, as long as
         `loss_i / |g_i|` is between 1e-38 and 3e38. With `gamma` 0 the weights stay uniform. A row of zeros stays zero
         in the average. Losses must not be negative: otherwise the direction is NaN. Non-finite input gives a non-finite
@@ -63,7 +63,7 @@ def moco(
         Fernando et al., Mitigating gradient bias in multi-objective learning, ICLR 2023, arXiv 2210.12624: the tracking
         variable and the weights of algorithm 1, as in the authors' code that LibMTL publishes.
 
-    Differs:
+    Differences:
         As in that code, and unlike the paper, rows are rescaled to the length of their loss, and softmax replaces the
         projection on the simplex: so the weights stay near uniform, each within a factor of e where gradients are
         short. No 1e-8 is added to the norms.

@@ -36,7 +36,7 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
         `[m]`, lie in the simplex; they are differentiable with respect to the state, both Jacobians, `rate` and
         `ridge`.
 
-    Laws:
+    Guarantees:
         The step is linear in each of the two batches, hence unbiased before its projection. On a constant batch, with a
         rate below `2 / max eigenvalue`, the weights converge to the min-norm point of `A + ridge I`. Zero, equal and
         opposite rows are no special cases; a single row gets weight 1. A non-finite Jacobian gives NaN weights and a
@@ -45,7 +45,7 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
     Source:
         Chen, Fernando, Ying & Chen, Three-way trade-off in multi-objective learning, JMLR 25, 2024, equation 2.9a.
 
-    Differs:
+    Differences:
         The paper's direction is that of both batches' mean gradients or of a third batch; here it is that of the first
         Jacobian. For a third batch, use `aggregation.combine(third_jacobian, weights)`.
 

@@ -42,7 +42,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         A rule that needs the Gramian. Weights `[m]`, float64, positive, but 0 for rows of zeros and where there is no
         solution; twice differentiable with respect to the Gramian, and to `max_norm`.
 
-    Laws:
+    Guarantees:
         Never conflicts. Invariant to scaling a row. Before clipping it is `fairgrad(1)`, and the direction has norm
         `sqrt(m)`. A row of zeros gets weight 0, the others the weights that they have without it. A stationary Jacobian
         (a convex combination of the unit rows is zero, within 1e-7) has no solution: weights 0. A non-finite Gramian
@@ -52,7 +52,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         Navon, Shamsian, Achituve, Maron, Kawaguchi, Chechik, Fetaya, Multi-task learning as a bargaining game, ICML
         2022, arXiv 2202.01017, claim 3.1 and algorithm 1.
 
-    Differs:
+    Differences:
         Exact, where the paper's convex-concave procedure stops at a residual of 1e-3; so the solution does not depend
         on previous weights, and `every` saves no time, but affects training.
     """

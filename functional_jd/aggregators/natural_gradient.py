@@ -31,7 +31,7 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
         float64, of any sign; differentiable with respect to Jacobian, residuals and `damping`: with `relative` where
         the largest eigenvalue is simple, for the number 0 where the rank is constant.
 
-    Laws:
+    Guarantees:
         With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm, up to a
         residual of about `eps cond(J)^2`; singular values of J below `sqrt(8 m eps)` of the largest, some 1e-7, count
         as zero. The direction is the same for residuals `Q r`, Q orthogonal. A degenerate Gramian gives a direction

@@ -30,7 +30,7 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
         of norm `sqrt(1 + theta^2)`; differentiable with respect to the losses, to `theta`, `weights` and
         `reference`.
 
-    Laws:
+    Guarantees:
         Invariant to multiplying losses and reference by `c > 0`, and to multiplying `weights` by c. On the ray (within
         2^-40 of the distance from the reference), where d_2 has a kink, its derivative is taken as 0: the weights are
         n, also where all losses equal the reference. A single loss has weight 1. Any finite losses are valid.

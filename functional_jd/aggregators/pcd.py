@@ -46,7 +46,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         normalised; twice differentiable with respect to Gramian, state, `tau` and `beta` where the active constraints
         do not change.
 
-    Laws:
+    Guarantees:
         The direction has the norm of the first row. Scaling the first row (in all calls) scales the direction; scaling
         another has no effect, up to rounding. With one row, or where the first row satisfies all constraints, the
         direction is the first row. Incompatible shares (opposite rows, `tau > 0`) are all dropped, which gives the
@@ -60,7 +60,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         Varam & AlHajri, Not all objectives are born equal, arXiv 2606.29521: definitions 4.1 and 4.5, theorem 4.2,
         algorithm 1.
 
-    Differs:
+    Differences:
         No 1e-8 under the root. The bias of the running mean is a common factor of all rows, which cancels: the number
         of calls is not needed. One complementarity problem replaces the enumeration of working sets, and another
         decides whether the shares are compatible: whether r can be positive in the cone

@@ -31,7 +31,7 @@ def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
         where no projected row is orthogonal to the next. Its state is the key of the next call, int64 `[2]`, on the
         Jacobian's device.
 
-    Laws:
+    Guarantees:
         The same state gives the same random orders on every device and under every transform; the key advances at every
         call. Equal to `total()` where no two rows conflict. Scale-equivariant. With two rows it never conflicts and
         does not depend on the key; with more it may conflict, as a projection may undo an earlier one. Rows of zeros

@@ -21,7 +21,7 @@ def random_weights(key: Tensor) -> Aggregator:
         A rule that needs no gradients: a step costs one weighted backward pass. Its state is the key of the next call,
         int64 `[2]`, on the Jacobian's device.
 
-    Laws:
+    Guarantees:
         The same state gives the same random numbers on every device and under every transform; the key advances at
         every call. Weights are positive and sum to one; the expected direction is that of `mean()`.
 

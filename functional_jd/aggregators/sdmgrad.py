@@ -57,7 +57,7 @@ def sdmgrad(
         At the default rate, the steps may jump between corners of the simplex: their exact derivatives may be huge, and
         rounding may grow to the size of the direction.
 
-    Laws:
+    Guarantees:
         Scale-equivariant: the weights stay the same, bit for bit, when either batch is scaled by a power of four. Equal
         and opposite rows are no special cases; a single row gets weight 1 (if u is 1). If the diagonal has no positive
         entry, since every objective's two gradients conflict, then s is 0 and w does not change. A non-finite Jacobian
@@ -67,7 +67,7 @@ def sdmgrad(
         Xiao, Ban & Ji, Direction-oriented multi-objective learning, NeurIPS 2023, arXiv 2305.18409, algorithm 1; the
         scale is that of section 6.1.
 
-    Differs:
+    Differences:
         Where s is 0, the reference code divides by 1e-8 instead. The paper's direction is that of a third batch:
         `aggregation.combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
     """

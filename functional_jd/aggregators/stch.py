@@ -24,7 +24,7 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
         differentiable with respect to the losses, to `mu`, `weights` and `reference`.
 
-    Laws:
+    Guarantees:
         s lies between the largest weighted loss and that plus `mu log m`; for mu to 0 it is `tchebycheff`, for mu to
         infinity the direction is that of the weighted mean, `u / m`. Invariant to multiplying losses, reference and mu
         by c. Any finite losses are valid; an infinite one gives NaN weights.

@@ -20,7 +20,7 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
         differentiable with respect to `weights`; constant in the losses where the maximum is unique.
 
-    Laws:
+    Guarantees:
         s is the limit of `stch` for mu to 0. Where several objectives attain it, each gets an equal part of its weight:
         a subgradient, and the limit of `stch` too. Invariant to multiplying losses and reference by `c > 0`. A NaN loss
         gives NaN weights.
@@ -29,7 +29,7 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
         Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on
         Evolutionary Computation 11, 2007, section II: the Tchebycheff approach.
 
-    Differs:
+    Differences:
         The paper takes `|L_i - z_i|`, which is the same if no loss is below its reference.
     """
     u = preferences("weights", weights)

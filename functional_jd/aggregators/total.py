@@ -15,7 +15,7 @@ def total() -> Aggregator:
     Returns:
         A rule that needs no gradients: a step costs one weighted backward pass.
 
-    Laws:
+    Guarantees:
         Linear in the Jacobian; `total() = m mean()`. It conflicts with a row that the others outweigh.
     """
     return _TOTAL

@@ -24,7 +24,7 @@ def trimmed_mean(trim: int) -> Aggregator:
         A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
         derivative is 0, which is correct where no two entries are equal.
 
-    Laws:
+    Guarantees:
         Equivariant under scaling, and under adding a vector to every row. The direction does not depend on the order of
         the rows, up to rounding; of equal entries the first is treated as smaller. `trimmed_mean(0) = mean()`; for
         `m = 2 trim + 1` it is the median. With at most `trim` wrong rows, every entry lies between entries of correct
@@ -34,7 +34,7 @@ def trimmed_mean(trim: int) -> Aggregator:
         Yin, Chen, Ramchandran & Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498,
         definition 2.
 
-    Differs:
+    Differences:
         `trim` rows on either side where the paper has a fraction beta of m. The reference code hides NaN and inf.
     """
     check_integer("trim", trim, 0, "It counts rows.")

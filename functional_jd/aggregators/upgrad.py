@@ -28,7 +28,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         rows they are not unique, but the direction is. Twice differentiable with respect to the preference, and to the
         Gramian while the active constraints stay the same.
 
-    Laws:
+    Guarantees:
         Never conflicts: `J direction >= 0`. Equals `constant(u)` if no two rows conflict. Linear in row scales: the
         direction for `diag(c) J` is linear in `c >= 0`, and so homogeneous. Ignores rows of zeros. Returns zero if a
         positive combination of rows is zero, and NaN weights for a Gramian that is not finite.
@@ -36,7 +36,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     Source:
         Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1.
 
-    Differs:
+    Differences:
         The projections are exact. The authors' code normalises the Gramian by its trace and adds 1e-4 to its diagonal,
         which leaves conflicts between rows of very different or very small norms.
 

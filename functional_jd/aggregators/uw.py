@@ -33,7 +33,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to losses, state and `rate`.
 
-    Laws:
+    Guarantees:
         The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
         losses converge to `exp(v) = L`, with all weighted losses 1/2. Losses must be
         positive: v diverges at 0, and weights are NaN for negative losses.
@@ -44,7 +44,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
         Kendall, Gal & Cipolla, Multi-task learning using uncertainty to weigh losses for scene geometry and semantics,
         CVPR 2018, section 3.
 
-    Differs:
+    Differences:
         The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")

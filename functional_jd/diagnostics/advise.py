@@ -74,7 +74,7 @@ def advise(diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gram
     Returns:
         `Advice`. It reads values, which tensors under vmap and torch.compile do not have.
 
-    Laws:
+    Guarantees:
         Pure. Independent of the order of the objectives and of the steps, and of the unit of all losses together. An
         objective whose gradient is zero in most steps has no length and counts as done.
 

@@ -85,7 +85,7 @@ def diagnose(
         `Diagnosis`. A matrix that is no Gramian, not symmetric or with a cosine beyond 1, raises on a CPU outside of
         transforms; elsewhere, for instance under vmap, its diagnosis is NaN.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and
         cosines are differentiable, alignment and stationarity if they are not 0, rank and condition if the rank is
         locally constant, and twice if singular values differ. Norms and stationarity are homogeneous in the Jacobian,

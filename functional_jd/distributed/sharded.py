@@ -37,11 +37,11 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
             all ranks, other rules, and losses that differ between them in names, numbers, shapes or dtypes, or use
             leaves of equal shapes in another order (off the CPU, where collectives fit: the step is skipped).
 
-    Laws:
+    Guarantees:
         Equal to the losses of the whole batch, to rounding, and so are its rows. One rank's overflow skips the step on
         all. All ranks hold the same bits of what is plain.
 
-    Differs:
+    Differences:
         From `torch.distributed.fsdp.fully_shard`, which gathers module by module, and the next one ahead of time: here
         leaf by leaf.
     """

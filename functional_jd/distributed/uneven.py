@@ -31,7 +31,7 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
         TypeError: a leaf is not a floating-point tensor, or `examples` is not an int or a tensor `[]`.
         ValueError, RuntimeError: see `mean_jacobian`.
 
-    Laws:
+    Guarantees:
         Linear in the losses. Composes with vmap, grad, jvp and compile. Does not synchronize with the device.
     """
     leaves, _ = floating_leaves(losses)

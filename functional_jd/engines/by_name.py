@@ -110,7 +110,7 @@ def features_engine() -> Engine:
         ValueError: from `step` and `train_state`, for losses that are not made by `multitask`, or a rule with another
             view.
 
-    Laws:
+    Guarantees:
         The direction of the trunk is `sum_i w_i J_i`, with w the rule's weights for `Z Z'` and Z the rows by feature.
 
     Source:

@@ -63,12 +63,12 @@ def jacobian_fn(
         ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m; a module's own
             parameters that run again in the backward pass.
 
-    Laws:
+    Guarantees:
         Equal to a loop of plain autograd in every mode. Composes with vmap, grad, jvp and compile; a derivative of the
         Jacobian is right. Without a transform and without an input that requires grad, the result is detached.
         If vmap raises for rows of `"auto"`, the loop serves, with a `SlowPathWarning`.
 
-    Differs:
+    Differences:
         From `torch.func.jacrev`: native autocast works with every layer, and the backward pass is never autocast;
         custom functions without a vmap rule, buffers changed in place and checkpoints (`use_reentrant=False`) work.
 
@@ -124,7 +124,7 @@ def gramian_fn(
     Raises:
         TypeError, ValueError: what `jacobian_fn` raises.
 
-    Laws:
+    Guarantees:
         The Gramian is that of `jacobian_fn`'s rows, and the pullback theirs, for every model: weights may be shared,
         transposed or used several times. Linear in the weights. Composes with vmap, grad, jvp and compile; derivatives
         of the Gramian are right. Losses that contain `torch.autograd.grad` or that vmap cannot take are evaluated again
@@ -134,7 +134,7 @@ def gramian_fn(
         Goodfellow, "Efficient per-example gradient computations" (2015); Rochette et al. (2019) for convolutions; Bu et
         al. (2023), arXiv 2210.00038, for the choice layer by layer.
 
-    Differs: these put hooks on modules. Here a layer is recognised by the parameter that it receives.
+    Differences: these put hooks on modules. Here a layer is recognised by the parameter that it receives.
 
     Example:
         >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
@@ -168,7 +168,7 @@ def squared_norms_fn(
     Raises:
         TypeError, ValueError: what `jacobian_fn` raises.
 
-    Laws:
+    Guarantees:
         The diagonal of `gramian_fn`'s Gramian, to rounding: where terms cancel, that of float64 in the sum of their
         absolute values. Composes with vmap, grad, jvp and compile.
 
@@ -241,7 +241,7 @@ def weighted_fn(
         RuntimeError: from the pullback, if losses of examples draw random numbers and vmap cannot take their backward
             pass: the direction would be that of other losses.
 
-    Laws:
+    Guarantees:
         Equal to `combine(unscale(jacobian), weights)` to rounding, where every row is finite; linear in the weights.
         Composes with vmap, grad, jvp and compile; the result is detached unless an input or the weights require grad.
         Weights that are not finite are not `finite`. Weight 0 does not hide a row that overflows.
@@ -291,7 +291,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         TypeError: a batch that is not a tuple; what `gramian_fn` raises.
         ValueError: a scale that is not `[]`; what `gramian_fn` raises.
 
-    Laws:
+    Guarantees:
         The upper right block of the Gramian on both batches together. A row that overflowed is a row or column that is
         not finite. Composes with vmap, grad, jvp and compile. For large data sets call it block by block.
 

@@ -55,11 +55,11 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
         ValueError: no leaves, no process group, or a group that this process is not in.
         RuntimeError: a replica stopped, or did not answer in time.
 
-    Laws:
+    Guarantees:
         Linear. A value that is not finite on one replica is so on all; a mean of finite values is finite. Composes with
         vmap, grad, jvp and compile, if all replicas do the same.
 
-    Differs: from torch's functional collectives, whose jvp is zero, and which torch.func.grad refuses.
+    Differences: from torch's functional collectives, whose jvp is zero, and which torch.func.grad refuses.
     """
     floating_leaves(jacobian)
     return mean_over_group(jacobian, group)
@@ -131,7 +131,7 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
             `per_example` losses (on a CPU).
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time.
 
-    Laws:
+    Guarantees:
         The replicas stay equal, bit for bit, on equal machines. A step equals, to rounding, one on the whole batch. One
         replica's overflow skips the step on all. Compiles in a full graph.
     """

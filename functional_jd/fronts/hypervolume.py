@@ -30,7 +30,7 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         float64 `[]`, in the product of the units of the losses. Exact to rounding; differentiable with respect to both,
         wherever no two points share a coordinate: the derivative with respect to a dominated point is 0.
 
-    Laws:
+    Guarantees:
         Invariant to permutations of the points and of the losses, to duplicates and dominated points; grows with every
         new point that is not dominated. Points beyond the reference, and no points at all, add nothing. Scaling loss i,
         its reference too, by c multiplies the volume by c. A point with NaN gives NaN. Composes with vmap, grad, jvp
@@ -96,7 +96,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         length 1 in each row. Differentiable with respect to losses and reference, where no two points share a
         coordinate.
 
-    Laws:
+    Guarantees:
         No weight is negative. Equivariant to permutations of the losses, and of solutions that differ; of two equal
         solutions the later one counts as dominated. A solution whose losses are not finite has NaN weights, and does
         not touch the others. Time and memory grow as `K^m`, plus `K^3`.
@@ -106,7 +106,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         hypervolume maximization, arXiv 2102.04523; fronts of dominated solutions, and the length, as in
         Wang, Deutz, Back & Emmerich, Hypervolume indicator gradient ascent multi-objective optimization, EMO 2017.
 
-    Differs:
+    Differences:
         The reference code moves the reference also where a solution is less than a tenth before it.
     """
     bounds = per_objective("reference", reference)

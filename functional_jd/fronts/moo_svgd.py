@@ -31,7 +31,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable with respect to Gramians, losses
         and hyper-parameters, but for the set of positive weights, of `mgda` too, and the pair of the median.
 
-    Laws:
+    Guarantees:
         Equivariant to permutations of the solutions and of the losses. A solution far from all others descends by
         `mgda`. Of two losses, a solution at the end of the front, where one gradient vanishes, stays there. A solution
         that is not finite has NaN weights, and does not touch the others.
@@ -39,7 +39,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
     Source:
         Liu, Tong & Liu, Profiling Pareto front with multi-objective Stein variational gradient descent, NeurIPS 2021.
 
-    Differs:
+    Differences:
         The reference code adds `sum_j kappa_kj g*_j`, directions at the parameters of other solutions, along which the
         losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem. Its
         weights may be negative: repulsion drives the ends of a front beyond it.

@@ -34,7 +34,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         Gramian and the losses, and remembers the number of steps, int64 `[]`. Weights `[m]`, float64, may be negative
         in the first phase and outside of the sector. Differentiable with respect to the Gramian and preferences.
 
-    Laws:
+    Guarantees:
         Invariant to the lengths of preferences; homogeneous in the Jacobian, and the same for losses that are scaled
         together. In the sector, the direction is that of `mgda`. Losses that are not finite give NaN weights; sectors
         are those of losses that are not negative.
@@ -43,7 +43,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         Lin, Zhen, Li, Zhang & Kwong, Pareto multi-task learning, NeurIPS 2019, arXiv 1912.12854: the descent to an
         initial solution in the sector, then the restricted descent.
 
-    Differs:
+    Differences:
         The programs are solved exactly. A solution that reaches its sector in the first phase goes on at once; the
         reference code has all solutions wait, or stop.
 

@@ -23,7 +23,7 @@ def non_dominated(points: Tensor) -> Tensor:
     Returns:
         bool `[K]`. Equal points do not dominate each other; a point that is not finite counts as dominated.
 
-    Laws:
+    Guarantees:
         Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
         of each loss. Time and memory grow as `K^2 m`.
     """
@@ -45,7 +45,7 @@ def knee(points: Tensor) -> Tensor:
     Returns:
         int64 `[]`, its index; the first of several.
 
-    Laws:
+    Guarantees:
         Not dominated, as far as a point is finite. Invariant to permutations of the losses, and to scaling and shifting
         each. A loss that is the same everywhere on the front does not count.
 
@@ -53,7 +53,7 @@ def knee(points: Tensor) -> Tensor:
         Das, On characterizing the "knee" of the Pareto curve based on normal-boundary intersection, Structural
         Optimization 18, 1999: the point of the front that is farthest from the plane through its ends.
 
-    Differs:
+    Differences:
         For more than two losses, the plane is that of `sum_i = 1` in losses between ideal and nadir.
 
     Example:
@@ -84,7 +84,7 @@ def lattice(m: int, divisions: int) -> Tensor:
         float64 `[K, m]`, with `K = (divisions + m - 1)! / (divisions! (m - 1)!)`: `divisions + 1` for two objectives;
         at most 2^20.
 
-    Laws:
+    Guarantees:
         The rows are distinct; a permutation of the columns gives the same set. The corners, which leave all objectives
         but one aside, are among them; those of `divisions >= m` hold points with all entries positive.
 

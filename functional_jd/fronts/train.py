@@ -88,7 +88,7 @@ def train(
     Returns:
         The solutions, with their losses on the last batch.
 
-    Laws:
+    Guarantees:
         Solution k is what `train_state` and `step` give by themselves with `rule(preferences[k])`, to rounding; of a
         population, with the weights that it gives to all. Two calls on halves of the batches are one call on all. Pure;
         random numbers in the losses need keys (`keyed`).

@@ -215,7 +215,7 @@ def per_example(
         ValueError: when called, `in_dims` does not match the arguments, or the numbers of examples differ; `loss` calls
             BatchNorm in training mode on a batch of one.
 
-    Laws:
+    Guarantees:
         The losses equal those of a loop over the examples. Rows take m small backward passes at the cost of one. If
         vmap raises, examples are evaluated one by one, with a `SlowPathWarning`. Losses by name give the rows of each
         set, in the order of the sorted names; they take no buffers.
@@ -255,7 +255,7 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
         ValueError: when called, `params` is not such a dict; in an engine, a loss that depends on the trunk other than
             by its features. Under a transform or torch.compile that is not noticed.
 
-    Laws:
+    Guarantees:
         The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of
         theirs. To apply the weights of a rule to the heads too, pass a plain function.
 

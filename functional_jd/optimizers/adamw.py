@@ -80,14 +80,14 @@ def adamw(
     Returns:
         An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule and the
         bias corrections where they were. The first step from an average of zero has finite and right derivatives.
 
     Source:
         Loshchilov and Hutter (2019), Decoupled weight decay regularization, algorithm 2, in PyTorch's form.
 
-    Differs:
+    Differences:
         From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does.
         Moments and weight decay move a parameter that no loss reaches in a batch, as its direction is 0, not None.
         Without derivatives, eager calls and those compiled for many leaves take torch's fused kernel; all others the

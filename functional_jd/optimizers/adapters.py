@@ -69,7 +69,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         ValueError: under a `torch.func` transform, as `torch.optim` works in place; with sharded parameters, a class
             that looks at whole tensors, such as Adafactor.
 
-    Laws:
+    Guarantees:
         Pure. A skipped step does not advance the schedule. Compiles with a graph break.
 
     Example:
@@ -146,7 +146,7 @@ def from_transformation(transformation: Any) -> Optimizer:
     Returns:
         An `Optimizer` with the state of the transformation.
 
-    Laws:
+    Guarantees:
         Pure, and composes with vmap, grad, jvp and compile, if the transformation does.
 
     Example:

@@ -25,10 +25,10 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
     Raises:
         ValueError: when training starts, an unknown label, a label without leaves, or two leaves with one name.
 
-    Laws:
+    Guarantees:
         Every group moves as if it were alone. Pure; composes with the transforms that all the optimizers compose with.
 
-    Differs: from `torch.optim`, where a parameter that is in no group stays where it is without a word.
+    Differences: from `torch.optim`, where a parameter that is in no group stays where it is without a word.
 
     Example:
         Without weight decay on norms and biases, and with another rate for the trunk:

@@ -33,7 +33,7 @@ def global_norm(direction: Direction, norm_type: float = 2.0) -> Tensor:
         `[]`, in the unit of the direction and its widest dtype, at least float32. Zero for tensors without entries.
         Infinite or NaN only if an entry is, or if the norm itself overflows that dtype.
 
-    Laws:
+    Guarantees:
         Homogeneous: entries of 1e-30 do not underflow, those of 1e30 do not overflow. The derivative at zero is zero.
 
     Source:
@@ -57,7 +57,7 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
     Returns:
         A pytree like the direction, in its dtypes. `global_norm` returns the norm before clipping.
 
-    Laws:
+    Guarantees:
         A direction of norm at most `max_norm` is returned bit for bit; zero stays zero. Homogeneous to rounding, also
         if the norm overflows the dtype of the entries. An infinite entry becomes NaN, and NaN stays NaN.
 
@@ -65,7 +65,7 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
         Pascanu, Mikolov & Bengio, On the difficulty of training recurrent neural networks, ICML 2013, algorithm 1;
         `torch.nn.utils.clip_grad_norm_`.
 
-    Differs:
+    Differences:
         From torch, which divides by the norm + 1e-6: there, `max_norm=1e-6` halves a direction of norm 1e-6.
     """
     check_number("max_norm", max_norm, at_least(0), "Pass math.inf to clip nothing.", tensors=True)
@@ -93,7 +93,7 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     Returns:
         A pytree like the direction, in its dtypes.
 
-    Laws:
+    Guarantees:
         Idempotent; entries within the limit are returned bit for bit. NaN stays NaN; infinity becomes the limit, so
         check the `finite` of `unscale` first.
 

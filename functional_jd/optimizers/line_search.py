@@ -55,13 +55,13 @@ def line_search(
     Raises:
         ValueError: in `step`, replicas, whose batches differ, and an optimizer around this one (`noised`, `by_label`).
 
-    Laws:
+    Guarantees:
         The first of the best rates is taken; a merit that is not finite is never best, and if none is finite the
         parameters stay. The losses are evaluated at all rates by one vmap: k forward passes, and k sets of parameters;
         buffers and keys are those of the step, and the search leaves nothing in them. Rate 1 gives the step of the
         optimizer inside. Composes with vmap, grad, jvp and compile; derivatives are those of the chosen rate.
 
-    Differs:
+    Differences:
         From searches that stop at the first rate that is good enough: those read values, which synchronizes.
 
     Example:

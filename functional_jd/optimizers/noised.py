@@ -54,7 +54,7 @@ def noised(
         ValueError: in `train_state` outside `vmap`, losses that are not those of `per_example`, or a rule that does not
             bound every row by `max_norm`, as the noise would protect no example. `private` builds what fits.
 
-    Laws:
+    Guarantees:
         The optimizer inside receives noise of standard deviation `multiplier max_norm / batch_size` in every entry,
         independent of others. The same key gives the same noise on every device, under every transform and on any
         number of ranks that hold shards; a skipped step leaves it where it is. With multiplier 0, the optimizer inside
@@ -64,7 +64,7 @@ def noised(
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
 
-    Differs:
+    Differences:
         From Opacus: the key makes runs repeatable, and is no secure generator of random numbers. Nothing is accounted
         for: give multiplier, sampling rate and number of calls, those of skipped steps too, to Opacus's accountants or
         `dp_accounting`. Whether a step is skipped depends on the examples.

@@ -50,13 +50,13 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
     Returns:
         An `Optimizer` with `SgdState`; params keep their dtypes.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap (also over lr), grad, jvp and compile. A skipped step does not advance the schedule.
 
     Source:
         Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form.
 
-    Differs:
+    Differences:
         From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the dtype of params.
         Momentum and weight decay move a parameter that no loss reaches in a batch, as its direction is 0, not None.
 

@@ -90,7 +90,7 @@ def descend(
     Returns:
         `Path(points, losses)`, float64.
 
-    Laws:
+    Guarantees:
         Pure; the paths are independent of each other. A random rule uses the same random numbers for all starts: for
         others, vmap over keys. Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where
         it equals `total`; without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.

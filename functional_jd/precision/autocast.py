@@ -51,7 +51,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
     Raises:
         RuntimeError: when `f` calls `binary_cross_entropy`, whose logarithms overflow in half precision.
 
-    Laws:
+    Guarantees:
         The dtype of every op is the same on every device and under vmap, grad, jacrev, jacfwd, jvp, vjp, hessian and
         compile. Gradients come out in the dtype of what is differentiated (but `jacfwd` and `jvp` return the output's).
         `with torch.autocast(device, enabled=False)` inside is float32, forward and backward: put `autocast` inside what
@@ -62,7 +62,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         `ATen/autocast_mode.h` (the CUDA lists). PyTorch's page "Automatic Mixed Precision: Autocast Op Reference" lists
         `gelu` too, which CUDA's autocast leaves alone, and `rms_norm`, which it leaves alone before torch 2.12.
 
-    Differs:
+    Differences:
         Where the tables act, fft and matrix decompositions, which have no half-precision kernels on a CPU, are computed
         in float32 too, and so are pools of three dimensions, batch_norm and instance_norm, which come back in their
         input's dtype. An inner `torch.autograd.grad` runs with autocast off. A `torch.vmap` inside `f`, on an

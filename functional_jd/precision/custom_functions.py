@@ -34,7 +34,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         A function with the arguments of `function.apply`, and an attribute `apply` that is the function itself. Without
         `function`, a decorator.
 
-    Laws:
+    Guarantees:
         Gradients have the dtypes of the inputs, and are differentiable if `backward` is. The backward runs in the
         autocast state of the forward; ops inside both have the dtypes of `autocast`, also under vmap. Composes with
         grad, jacrev, vmap and compile, and with jvp and jacfwd if the function has a `jvp`.
@@ -42,7 +42,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
     Source:
         `torch.amp.custom_fwd`, `torch.amp.custom_bwd`; pytorch#132388.
 
-    Differs:
+    Differences:
         Inputs are cast before the function. A `vmap` rule that calls its own class needs `@custom` on the class. Under
         compile, derivatives are those of the class; torch 2.13 differentiates `forward` instead, under torch.func.
 
@@ -97,10 +97,10 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         A function with the signature of `f`. Its outputs keep the dtype that `f` returns, usually float32.
 
-    Laws:
+    Guarantees:
         Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast.
 
-    Differs:
+    Differences:
         float64 is not cast. For the `apply` of an autograd function, autocast is off in its backward too; for other
         functions, apply autocast inside the differentiated function: `grad(autocast(f))`.
     """

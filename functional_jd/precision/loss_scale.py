@@ -77,7 +77,7 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     Returns:
         The same structure; float16 and bfloat16 leaves become float32.
 
-    Laws:
+    Guarantees:
         For scales that are powers of two, `unscale(state, scale(state, tree))` equals the tree, within its range.
 
     Source: Micikevicius et al., Mixed precision training, ICLR 2018, section 3.2; `torch.amp.GradScaler.scale`.
@@ -114,7 +114,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
         `(tree, finite)`: the same structure, with float16 and bfloat16 leaves as float32, where small values do not
         underflow; and a bool tensor of the shape of the scale.
 
-    Laws:
+    Guarantees:
         Rows are independent: an overflow in one does not change the bits of the others. The result is always finite.
         Derivatives are those of the division where finite, and zero elsewhere.
 
@@ -187,11 +187,11 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Returns:
         The next `ScaleState`.
 
-    Laws:
+    Guarantees:
         Bit-equal to the update of `torch.amp.GradScaler` down to the floor, elementwise: products are computed in
         float64 and rounded once. A scale that starts below 2**-14 grows from there, and does not back off.
 
-    Differs: from GradScaler, which has no floor: 170 non-finite steps make its scale, and all gradients after, zero.
+    Differences: from GradScaler, which has no floor: after 170 non-finite steps its scale and all gradients are zero.
 
     Example:
         >>> state = scale_state(1024.0, shape=(2,))
@@ -228,7 +228,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
     Returns:
         A pytree like both.
 
-    Laws:
+    Guarantees:
         The tree that is not selected has no effect: a NaN in it does not propagate, and its derivative is exactly zero.
         (This zero times an infinite derivative *before* `select` is NaN, as with every `where`.)
 

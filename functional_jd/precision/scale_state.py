@@ -83,7 +83,7 @@ def scale_state(
     Returns:
         `ScaleState` with five tensors of the given shape.
 
-    Differs: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
+    Differences: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
 
     Example:
         >>> scale_state(2.0**10, shape=(2,)).scale
@@ -149,7 +149,7 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
         A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON. `no_scale()` gives
         a scale of 1 whose factors are 1.
 
-    Laws:
+    Guarantees:
         `scale_state_from_dict` reverses it, bit for bit.
     """
     check_type("state", state, ScaleState, "Create one with scale_state().")

@@ -30,11 +30,11 @@ def scaled_grad(
     Returns:
         A function of the arguments of `f`: the gradient, in at least float32; with `has_aux`, `(gradient, aux)`.
 
-    Laws:
+    Guarantees:
         Equals `torch.func.grad` to rounding wherever nothing underflows. What overflows inside is not finite in the
         result, and `step` is skipped. Composes with transforms as `torch.func.grad` does.
 
-    Differs:
+    Differences:
         From a loss scale, which backs off when rows overflow: a factor that overflows at the start overflows in every
         step. Take a smaller one. If `f` returns float16, the factor must be below 65504: multiply by the unit in
         float32.

@@ -54,7 +54,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
             between recurrent layers or an explicit generator; the message names the function. Or torch's generator
             moved.
 
-    Laws:
+    Guarantees:
         The same key gives the same bits on one device: under vmap, grad, jvp and compile, for every row of a Jacobian,
         and where `torch.utils.checkpoint` runs a part of `f` again. On another device, they are equal to rounding.
         Under vmap, every key has its own numbers; a key that is not batched gives all elements the same. A `torch.vmap`
@@ -64,7 +64,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
         The numbers are those of `uniform` and `normal`: SplitMix64 with a second round of mixing, whose increment is a
         counter. It is not meant for secrets.
 
-    Differs:
+    Differences:
         The values of probabilities in tensors are not checked. A tensor that is filled in place under a batched key
         must have been made by `empty`, `empty_like` or `new_empty`, or be batched itself. With dropout, attention is
         computed by plain products. What is not torch's (`random`, NumPy), and the backward pass of a custom autograd

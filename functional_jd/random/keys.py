@@ -53,7 +53,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     Returns:
         int64 `[2]`.
 
-    Laws:
+    Guarantees:
         Different seeds (modulo 2^64) give different keys. The same bits on every device.
 
     Source:
@@ -78,7 +78,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     Returns:
         int64 `[n, 2]`: one key per row.
 
-    Laws:
+    Guarantees:
         `split(key, n)[:k]` equals `split(key, k)`. The 2n words of one split are all different.
     """
     check_key(key)
@@ -96,7 +96,7 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
     Returns:
         int64 `[2]`: a key that is independent of those of other numbers, and of those that `split` gives.
 
-    Laws:
+    Guarantees:
         Different numbers (modulo 2^64) give different keys. Composes with vmap, over the number too.
     """
     check_key(key)
@@ -122,7 +122,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torc
         `[*shape]`, on the key's device. Zero occurs with probability 2^-b, one never: for logarithms use
         `1 - uniform(...)`.
 
-    Laws:
+    Guarantees:
         In row-major order, the first n numbers do not depend on how many follow. The result has no derivative.
     """
     return _shaped("uniform", key, shape, dtype)
@@ -142,7 +142,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch
         `[*shape]`, on the key's device; always finite, at most 8.6 in absolute value, which a normal variable exceeds
         with probability 1e-17.
 
-    Laws:
+    Guarantees:
         In row-major order, the first n numbers do not depend on how many follow. The result has no derivative. On other
         devices, the same to rounding.
 
@@ -162,7 +162,7 @@ def permutation(key: Tensor, n: int) -> Tensor:
     Returns:
         int64 `[n]`, on the key's device.
 
-    Laws:
+    Guarantees:
         The permutation sorts n random words that are all different, so there are no ties.
     """
     check_key(key)

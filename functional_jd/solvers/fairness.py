@@ -41,7 +41,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: S
         of the sum of all `k v` may be too large, with derivative zero. A search that did not converge gives 0 within
         1e-4 of stationary rows, else its last iterate, with derivative zero: for p above 50 and sizes 1e4 apart.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap, grad, jvp, compile, in p too; third derivatives are not correct.
 
     Source:

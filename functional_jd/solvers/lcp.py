@@ -56,7 +56,7 @@ def linear_complementarity(
         float64 `[*, k, m]`, non-negative up to rounding. Where several s solve the problem, `M s` is the same for all
         of them. A row is NaN where `M s + q` is not finite.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. The error e, measured as
         `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition number
         of the active part of M, however singular M itself, and that only where s is as large as its root, as on

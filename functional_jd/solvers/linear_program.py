@@ -27,7 +27,7 @@ def linear_program(objectives: Tensor, rows: Tensor, limits: Tensor, solver: Sol
         float64 `[*, n]`, non-negative up to rounding: one of the vertices where several are best. NaN where an input is
         not finite, and where the search did not end in so many pivots.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap, grad, jvp, compile. Derivatives are correct where the best vertex is unique and as
         many constraints are active there as x has entries.
 

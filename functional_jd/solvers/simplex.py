@@ -11,7 +11,7 @@ def simplex_projection(points: Tensor) -> Tensor:
 
     `w = max(y - theta, 0)` with `theta = max_k (y_(1) + ... + y_(k) - 1) / k` over the k largest entries.
 
-    Laws:
+    Guarantees:
         Float64 `[*, m]`, NaN in rows that are not finite. Idempotent; invariant to adding one number to all entries.
         Sums to one also where entries are huge. Composes with vmap, grad, jvp, compile; derivatives are correct where
         the set of positive entries does not change.

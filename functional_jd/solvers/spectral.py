@@ -28,7 +28,7 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     zero except for its derivatives. Two steps of `Y <- Y (2 - S Y)`, that change derivatives only, give those of
     `S^-1`.
 
-    Laws:
+    Guarantees:
         Float64 `[*, m, m]`; NaN where the matrix is not finite. Composes with vmap, grad, jvp, compile. First and
         second derivatives are correct where the rank is constant, also at repeated eigenvalues. The decomposition
         synchronizes with the device.
@@ -86,7 +86,7 @@ def damped_solve(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
     The ridge, `8 m eps` times the largest entry of the diagonal, keeps the decomposition from breaking down where the
     damping is below the rounding of a singular A. For m = 600 it is at most 1e-12 of the largest eigenvalue.
 
-    Laws:
+    Guarantees:
         Float64 `[m]`; NaN where an input is not finite. Linear in b. Composes with vmap, grad, jvp, compile, without
         synchronization. The ridge is constant to derivatives.
     """
@@ -138,7 +138,7 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
         Float64 `[*, m, m]` and the eigenvalues `[*, m]`, ascending, 0 at rounding level; NaN where the matrix is not
         finite.
 
-    Laws:
+    Guarantees:
         Composes with vmap, grad, jvp, compile. First derivatives are correct where the rank is constant, second ones
         where it is full; those of an eigenvalue where it is simple. The decomposition synchronizes with the device.
 

@@ -41,7 +41,7 @@ def worst_gain_multipliers(
         largest possible smallest gain is zero because the rows are stationary (a convex combination of the unit rows is
         within 1e-6 of zero, or a row is zero): then y is not unique.
 
-    Laws:
+    Guarantees:
         Pure; composes with vmap, grad, jvp, compile, in c too; third derivatives are not correct.
 
     Source:

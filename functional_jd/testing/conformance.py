@@ -116,7 +116,7 @@ def obeys(
         A parametrised pytest test. If a law is broken it raises an `AssertionError`, whose message is the smallest such
         Jacobian, as code to paste into a notebook.
 
-    Laws:
+    Guarantees:
         `compiled` is tested on one nonzero Jacobian and variants of it, because every shape needs a compilation; on the
         others the rule must not raise, uncompiled.
 
@@ -158,7 +158,7 @@ def laws_of(
     Returns:
         `Findings`: a dict from the names of the laws to `True` or a `Counterexample`. Print it.
 
-    Laws:
+    Guarantees:
         Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
     _check(rule, laws, jacobians, hyper, settings)

@@ -70,7 +70,7 @@ def jacobians(
     Returns:
         A strategy for a tensor `[m, n]`, or for a pytree with leaves `[m, *p]`. Shrinks to few rows of zeros and ones.
 
-    Laws:
+    Guarantees:
         `J J'` is exact in float64 in any order of summation. With too few rows, a kind returns Z or zero rows.
     """
     _check_size("rows", rows)
