@@ -309,8 +309,8 @@ def _without_scale(
             return numbers[:, None] if alike else torch.cat(list(map(Tensor.expand, numbers.unbind(), sizes)))
 
         if blames:
-            rows = [joined] if alike else [own[None] for own in joined.split(sizes)]
-            largest = torch.cat(list(map(magnitudes, rows)))
+            apart = [] if alike else [magnitudes(own[None]) for own in joined.split(sizes)]
+            largest = torch.cat(apart) if apart else magnitudes(joined)
             joined = torch.where(by_element(largest < torch.inf), joined, 0) if masked else joined
         parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
     rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
