@@ -163,7 +163,7 @@ def apply_rule(
         initial = aggregator.init(received)
         found: Any = aggregator.update(received, initial)
         weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
-        return weights, _remembered(initial, new, seen) if tree_leaves(new) else new
+        return weights, _remembered(aggregator, initial, new, seen) if tree_leaves(new) else new
     remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if fixed and remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
@@ -172,7 +172,7 @@ def apply_rule(
                 break
     if torch.compiler.is_compiling():
         weights, new = aggregator.update(received, state)
-        return weights, _remembered(state, new, seen) if remembers else new
+        return weights, _remembered(aggregator, state, new, seen) if remembers else new
     try:
         found: Any = aggregator.update(received, state)
         weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
@@ -184,29 +184,41 @@ def apply_rule(
     # A state that comes back as it was needs no comparison with itself; `aggregate` refuses one that is dropped.
     if new is not state and (tree_difference(state, new) if fixed else remembers and new == ()):
         _refuse_other_state(aggregator, received, state, None)
-    return weights, _remembered(state, new, seen) if remembers and new is not state else new
+    return weights, _remembered(aggregator, state, new, seen) if remembers and new is not state else new
 
 
-def _remembered(old: Tree, new: Tree, seen: Observation | None) -> Tree:
+def _remembered(aggregator: Aggregator, old: Tree, new: Tree, seen: Observation | None) -> Tree:
     """The new memory, with the old one of absent objectives: of numbers with one entry, row or column for each."""
     if seen is None or seen.losses is None:
         return new
+    absent, partial = absent_objectives(seen), as_view(aggregator.view).partial
+    square = isinstance(seen.products, Tensor) and seen.products.ndim == 2  # else `[m, m]` may be rows of m entries
+    if not partial:
+        return tree_map(unless(absent, square), old, new)
+    some = {key: absent[partial[key]] if key in partial else absent for key in old}
+    return {key: tree_map(unless(some[key], square), own, new[key]) for key, own in old.items()}
+
+
+def absent_objectives(seen: Observation) -> Tensor:
+    """Which objectives have a loss of exactly 0, and a row of zeros if rows are known: bool `[m]`."""
     absent = loss_vector(seen.losses) == 0
-    m = len(absent)
     known = seen.products if seen.rows is None or seen.products is not None else rows_of(seen.rows)
     leaves = [] if known is None else tree_leaves(known)
     for own in leaves:
-        absent = absent & (shard_of(own).reshape(m, -1) == 0).all(1).to(absent.device)
-    absent = agreed(absent, leaves) if any_sharded(leaves) else absent
-    square = isinstance(seen.products, Tensor) and seen.products.ndim == 2  # else `[m, m]` may be rows of m entries
+        absent = absent & (shard_of(own).reshape(len(absent), -1) == 0).all(1).to(absent.device)
+    return agreed(absent, leaves) if any_sharded(leaves) else absent
+
+
+def unless(absent: Tensor, square: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """What chooses the old numbers of absent objectives `[m]`; `square`: `[m, m]` has a row and a column for each."""
 
     def chosen(before: Tensor, after: Tensor) -> Tensor:
-        if not after.is_floating_point() or after.shape[:1] != (m,):
+        if not after.is_floating_point() or after.shape[:1] != absent.shape:
             return after
-        stays, both = per_row(absent.to(after.device), after), square and after.shape == (m, m)
+        stays, both = per_row(absent.to(after.device), after), square and after.shape == 2 * absent.shape
         return torch.where(stays | absent.to(after.device) if both else stays, before, after)
 
-    return tree_map(chosen, old, new)
+    return chosen
 
 
 def where_it_runs(

@@ -1,6 +1,6 @@
 """Groups of parameters: what a rule receives that has another rule for every top-level key."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -13,13 +13,13 @@ from functional_jd.core.tree import tree_leaves
 _STRENGTH = ("none", "norms", "gramian", "rows")
 
 
-def view_of_groups(views: Mapping[str, View], passes: int, partial: Collection[str] = ()) -> View:
+def view_of_groups(views: Mapping[str, View], passes: int, partial: Mapping[str, list[int]] | None = None) -> View:
     """The view whose rule receives, for every group, what the rule with its view receives.
 
     Args:
         views: by top-level key of the parameters.
         passes: how many of the rules differ.
-        partial: the groups that are known to have rows of some losses only.
+        partial: the groups that have rows of some losses only, and their places.
     """
 
     def by_group(seen: Observation) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def view_of_groups(views: Mapping[str, View], passes: int, partial: Collection[s
         groups=dict(views),
         passes=passes,
     )
-    found.partial = frozenset(partial)
+    found.partial = {} if partial is None else partial
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.aggregation.aggregate import Aggregator, absent_objectives, check_rule, unless
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import as_view, no_gradients
 from functional_jd.core.arguments import Domain, Number, check_mapping, number
@@ -55,13 +55,11 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     chosen = {name: number(f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()}
     inner = as_view(rule.view)
     if not chosen or inner.groups is not None:
-        found = (
-            "a rule by groups. Take grouped({'trunk': regularized(...), ...})" if chosen else "none. Pass {'kl': 0.1}"
-        )
+        found = "a rule by groups. Take one in each group" if chosen else "none. Pass {'kl': 0.1}"
         raise ValueError(f"regularized: expected a rule for all parameters, and fixed weights, found {found}.")
 
-    def receive(seen: Observation) -> tuple[Any, Tensor, Tensor]:
-        """What the rule receives; the fixed weights `[m]`, zero for the others; and where its own belong, `[m, k]`."""
+    def receive(seen: Observation) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """What the rule receives; the fixed weights `[m]`; the places of its own `[m, k]`, and which are absent."""
         if seen.losses is None:
             raise ValueError("regularized: losses must be given, by whose names weights are fixed, found none.")
         names = objective_names(seen.losses)
@@ -74,24 +72,20 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
         zeros = cast(Tensor, no_gradients.receive(seen))
         units = (zeros + 1).diag()
         given = sum((units[i] * chosen[name] for i, name in enumerate(names) if name in chosen), start=zeros)
-
-        def some(x: Tensor) -> Tensor:
-            return torch.stack([x[i] for i in free])
-
-        def of_products(x: Tensor) -> Tensor:
-            return some(x) if x.ndim == 1 else some(some(x).mT).mT
-
+        some = lambda x: torch.stack([x[i] for i in free])
+        of_products = lambda x: some(x) if x.ndim == 1 else some(some(x).mT).mT
         values = [x for leaf in tree_leaves(seen.losses) for x in leaf.reshape(-1).unbind()]
         rows, *others = (None if x is None else tree_map(some, rows_of(x)) for x in (seen.rows, *seen.others))
         products = None if seen.products is None else of_products(seen.products)
         own = Observation([values[i] for i in free], products, rows, tuple(others))
-        return inner.receive(own), given, some(units).mT
+        return inner.receive(own), given, some(units).mT, absent_objectives(own)
 
-    def update(received: tuple[Any, Tensor, Tensor], state: Tree) -> tuple[Weights, Tree]:
-        weights, state = rule.update(received[0], state)
+    def update(received: tuple[Any, Tensor, Tensor, Tensor], state: Tree) -> tuple[Weights, Tree]:
+        weights, new = rule.update(received[0], state)
         if not isinstance(weights, Tensor) or weights.ndim != 1:
             raise ValueError("regularized: rule must weight rows, found one that weights single entries.")
-        return received[1] + received[2] @ weights.to(received[1]), state
+        new = tree_map(unless(received[3], inner.products == "gramian"), state, new)
+        return received[1] + received[2] @ weights.to(received[1]), new
 
     view = inner._like(receive)  # pyright: ignore[reportPrivateUsage]
     return Aggregator(view, lambda received: rule.init(received[0]), update, rule.on_host)

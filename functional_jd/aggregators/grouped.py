@@ -94,7 +94,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     bounds = [rule.sensitivity for rule in chosen.values()]
     squares = [bound**2 for bound in bounds if bound is not None]
     sensitivity = sum(squares) ** 0.5 if len(squares) == len(bounds) else None
-    view = view_of_groups(views, len(set(twins.values())), partial=places.keys())
+    view = view_of_groups(views, len(set(twins.values())), partial=places)
     takes = next((rule.takes for rule in chosen.values() if rule.takes is not None), None)
     return Aggregator(view, init, update, on_host, sensitivity, takes)
 

@@ -27,8 +27,8 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
             values = [torch.cat([_flat(x) for x in values])]
         if len(values) == 1:
             return torch.linalg.vector_norm(values[0], torch.inf)
-        # Told so, since it would take the tensors of a tracer one by one.
-        return torch.nn.utils.get_total_norm(values, torch.inf, foreach=True)
+        # Without the flag, torch takes the tensors of a tracer one by one. Other devices may not know `foreach`.
+        return torch.nn.utils.get_total_norm(values, torch.inf, foreach=True if values[0].is_cuda else None)
     small: list[Tensor] = []
     extrema: list[Tensor] = []
     joins = not torch.compiler.is_compiling()
@@ -105,8 +105,8 @@ def where_each(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> li
 
 
 def _few_launches(tensors: Sequence[Tensor]) -> bool:
-    """Whether several tensors, plain and without gradients, stand on one accelerator."""
+    """Whether several tensors, plain, dense and without gradients, stand on one accelerator."""
     if len(tensors) < 2 or tensors[0].is_cpu or torch.compiler.is_compiling() or under_transform():
         return False
-    device = tensors[0].device
-    return all(type(x) is Tensor and x.device == device and not x.requires_grad for x in tensors)
+    device, plain = tensors[0].device, all(type(x) is Tensor and x.layout is torch.strided for x in tensors)
+    return plain and all(x.device == device and not x.requires_grad for x in tensors)

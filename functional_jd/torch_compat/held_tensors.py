@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.module_parts import Place
-from functional_jd.torch_compat.torch_internals import private, torch_function_disabled, version
+from functional_jd.torch_compat.torch_internals import private, torch_function_disabled
 
 # Its `queue_callback` calls a function when the backward pass that runs has ended.
 _engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
@@ -72,8 +72,6 @@ class Held:
     buffers: dict[str, Tensor]  # as they were before the call; a second run gets copies
     inputs: list[Tensor]  # those that require grad among what the module was called with
     clone: Callable[[list[Tensor]], list[Tensor]]
-    copies: dict[str, Tensor] = field(default_factory=dict)
-    counts: list[int] | None = None
     time: ref[Generator[None]] | None = None
     thread: int = field(default_factory=get_ident)
 
@@ -121,7 +119,9 @@ class Held:
             last = self._last()
             two = last is not None and (gradients or last.gradients)  # it cannot be told which
             span = _Span(self, gradients)
-            tensors = self.params | self._copies()
+            with torch_function_disabled():
+                copies = self.clone([*self.buffers.values()])  # anew each time: what runs again may change `.data`
+            tensors = self.params | dict(zip(self.buffers, copies, strict=True))
             for place in self.places:
                 place.home[place.name] = _EitherOfTwo() if two else tensors[place.key]
             handles = self._watch_gradients() if torch.is_grad_enabled() else []
@@ -131,14 +131,6 @@ class Held:
                 span.put_back()
                 for handle in handles:
                     handle.remove()
-
-    def _copies(self) -> dict[str, Tensor]:
-        """Copies of the buffers, new ones once something that ran again has changed them."""
-        if self.counts != list(map(version, self.copies.values())):
-            with torch_function_disabled():
-                self.copies = dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
-            self.counts = list(map(version, self.copies.values()))
-        return self.copies
 
     def _watch_gradients(self) -> list[Any]:
         """Let passes through the gradients that this pass computes hold the tensors, too."""

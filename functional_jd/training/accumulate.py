@@ -13,7 +13,7 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
-from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map
+from functional_jd.core.tree import described_leaves, detach_tree, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
 from functional_jd.engines.by_name import of_rows, rows_of_plan
 from functional_jd.engines.evaluate import check_losses, evaluate_losses
@@ -170,9 +170,10 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, 
     known, taken = None, 0
     if plan.view.losses or run.examples:
         draws = None if plan.differentiable else random_state()
-        with nullcontext() if plan.differentiable else torch.no_grad():
+        with nullcontext() if plan.differentiable else torch.enable_grad():  # losses may differentiate by their batch
             alone = lambda plan: evaluate_losses(plan.losses, plan.args, plan._replace(examples=run.examples))[1]
-            _, known, _ = run.summed(lambda plan: ((), *alone(plan)))
+            found = lambda plan: alone(plan) if plan.differentiable else detach_tree(alone(plan))
+            _, known, _ = run.summed(lambda plan: ((), *found(plan)))
         if draws is not None:
             set_random_state(draws)
     decided: list[Any] = []

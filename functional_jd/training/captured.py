@@ -15,8 +15,6 @@ _WAITS = (  # operators of aten that wait for the device, which a CUDA graph can
     *("_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq", "cholesky_solve", "nonzero", "masked_select"),
     *("_local_scalar_dense", "is_nonzero", "equal"),
 )
-
-
 _SMALL = 1 << 10  # elements of results that are copied together
 
 
@@ -66,19 +64,19 @@ def _copy_constants(graph: fx.GraphModule) -> None:
 
 
 def write_donated(graph: fx.GraphModule, donated: int) -> None:
-    """Let `adamw` move donated tensors where they are, unless something reads the old ones later."""
+    """Let `adamw` move donated tensors where they are, unless something reads the old ones later, or as a direction."""
     nodes = [*graph.graph.nodes]
     places = {node: k for k, node in enumerate(nodes[:donated])}
     results = nodes[-1].args[0]
     for at, node in enumerate(nodes):
         if str(node.target) != "functional_jd.fused_adamw.default":
             continue
-        leaves, _, first, second, *_ = node.args
+        leaves, directions, first, second, *_ = node.args
         old, new = [*leaves, *first, *second], {user.args[1]: user for user in node.users}
         strides = [x.meta["val"].stride() for x in old]
         alike = strides == strides[: len(leaves)] * 3 and {*old} <= places.keys()
-        later = {base_of(x) for user in nodes[at + 1 :] for x in user.all_input_nodes}
-        if alike and later.isdisjoint(old) and all(results[places[x]] is new.get(k) for k, x in enumerate(old)):
+        read = {base_of(x) for user in nodes[at + 1 :] for x in user.all_input_nodes} | {*map(base_of, directions)}
+        if alike and read.isdisjoint(old) and all(results[places[x]] is new.get(k) for k, x in enumerate(old)):
             node.target = torch.ops.functional_jd.fused_adamw_in_place.default
             for k, x in enumerate(old):
                 new[k].replace_all_uses_with(x)
@@ -157,7 +155,7 @@ def _small(results: list[Tensor], start: int) -> list[tuple[list[int], Tensor]]:
     """By dtype, the places of the small results from `start` on, and these joined."""
     places: dict[torch.dtype, list[int]] = {}
     for k, x in enumerate(results):
-        if k >= start and 0 < x.numel() <= _SMALL:
+        if k >= start and x.layout is torch.strided and 0 < x.numel() <= _SMALL:
             places.setdefault(x.dtype, []).append(k)
     return [(own, torch.cat([results[k].reshape(-1) for k in own])) for own in places.values()]
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_table import RULES, rule_of
 from simulated import check_same, simulated
+from torch.utils._pytree import tree_leaves
 
 import functional_jd as jd
 
@@ -128,3 +129,27 @@ def test_what_is_refused():
     for make, kind, words in cases:
         with pytest.raises(kind, match=words):
             make()
+
+
+@pytest.mark.parametrize("rule", [jd.uw, jd.imtl_l, jd.dwa, jd.gradnorm])
+@pytest.mark.parametrize("among", ["regularized", "grouped"])
+def test_what_a_rule_remembers_of_an_absent_objective_stays(rule, among):
+    """A rule that receives some of the objectives has a memory of their number, not of all."""
+
+    def losses(p, present):
+        a, b = (p["w"] - 1).square().sum() * present, (p["w"] + 2).square().sum() + 1
+        return {"a": a, "b": b, "kl": p["w"].square().sum()}
+
+    whole = jd.regularized(rule(), {"kl": 0.1}) if among == "regularized" else jd.grouped({"w": rule()}, {"w": [0, 1]})
+    how = {"losses": losses, "aggregator": whole, "optimizer": jd.sgd(1e-3)}
+    one, zero = torch.tensor(1.0), torch.tensor(0.0)
+    state = jd.train_state({"w": torch.full((3,), 0.3)}, one, **how)
+    for _ in range(3):
+        state, _ = jd.step(state, one, **how)
+    after, info = jd.step(state, zero, **how)
+    assert info.moved
+    pairs = list(zip(tree_leaves(state.aggregator), tree_leaves(after.aggregator), strict=True))
+    own = [(old, new) for old, new in pairs if old.shape == (2,) and old.is_floating_point()]
+    assert own
+    assert all(torch.equal(old[0], new[0]) for old, new in own)
+    assert any(not torch.equal(old[1], new[1]) for old, new in own)

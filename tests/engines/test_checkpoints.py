@@ -335,3 +335,33 @@ def test_vmap_inside_a_checkpoint_is_differentiated_as_without(wrap):
     without = wrap(lambda p, x: slope(p["w"], x).square().mean(0))
     (found, _), (expected, _) = (fj.jacobian_fn(f, mode="loop")(params, x) for f in (within, without))
     assert torch.equal(found["w"], expected["w"])
+
+
+class Counted(nn.Module):
+    """A buffer that each run changes by `.data`, which no version counter sees, as averages of codebooks do."""
+
+    def __init__(self, recomputed):
+        super().__init__()
+        self.recomputed, self.layer = recomputed, nn.Linear(3, 3)
+        self.register_buffer("size", torch.ones(3))
+
+    def body(self, x):
+        size = self.size.clone()
+        self.size.data.mul_(2)
+        return (self.layer(x) * size).sin()
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.recomputed else self.body(x)
+
+
+def test_what_runs_again_for_each_row_finds_the_buffers_of_the_call():
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for recomputed in (True, False):
+        torch.manual_seed(0)
+        net = Counted(recomputed).double()
+        apply, buffers = fj.functional(net), dict(net.named_buffers())
+        losses = lambda p, x, apply=apply, buffers=buffers: apply(p, buffers, x)[0].square().mean(0)
+        found.append(fj.jacobian_fn(losses, mode="loop")(dict(net.named_parameters()), x)[0])
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name])

@@ -191,3 +191,18 @@ def test_what_is_refused():
     for make, kind, words in cases:
         with pytest.raises(kind, match=words):
             make()
+
+
+@pytest.mark.parametrize("rule", [jd.mean, jd.uw, jd.geometric_mean, jd.upgrad])
+def test_losses_may_contain_derivatives_by_their_batch(rule):
+    def losses(p, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(x * p["w"]).sum(), x, create_graph=True)
+        return {"equation": (slope - 1).square().mean(), "edge": (p["w"] - 1).square().mean()}
+
+    params, x = {"w": torch.full((3,), 0.3, dtype=torch.float64)}, torch.linspace(0.1, 1, 6, dtype=torch.float64)
+    whole = lambda p, x: {k: sum(losses(p, part)[k] for part in x.chunk(2)) / 2 for k in ("equation", "edge")}
+    found = jd.accumulate(losses, [(part,) for part in x.chunk(2)], params=params, aggregator=rule())
+    expected = jd.accumulate(whole, [(x,)], params=params, aggregator=rule())
+    torch.testing.assert_close(found.direction["w"], expected.direction["w"], rtol=1e-12, atol=0)
+    assert not found.losses["equation"].requires_grad

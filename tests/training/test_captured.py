@@ -203,3 +203,29 @@ def test_donated_parameters_move_where_they_are_unless_the_old_ones_are_read(ski
     assert all(torch.equal(a, b) or (a != a).any() for a, b in zip(found, expected, strict=True))
     moved = sum(x is y for x, y in zip(found[:donated], given, strict=False)) - kept
     assert moved == (0 if reads_old else 6)  # two leaves, two averages of each
+
+
+def test_a_donated_tensor_that_is_a_direction_is_not_moved_where_it_is():
+    """The kernel moves leaf by leaf: a direction that is another leaf would be moved before it is read."""
+    optimizer = jd.adamw(1e-2)
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([-3.0, 4.0])
+    state = optimizer.init((a, b))
+
+    def take(a, b, first, second, third, fourth, steps):
+        held = state._replace(steps=steps, first=(first, second), second=(third, fourth))
+        new, moments = optimizer.update((b, a), held, (a, b))
+        return [*new, *moments.first, *moments.second, moments.steps]
+
+    given = [a, b, *state.first, *state.second, state.steps]
+    graph = graph_of(take, *given)
+    expected = take(*given)
+    captured.write_donated(graph, len(given))
+    assert "functional_jd.fused_adamw.default" in {str(node.target) for node in graph.graph.nodes}
+    assert all(map(torch.equal, graph(*[x.clone() for x in given]), expected))
+
+
+def test_sparse_results_are_not_joined():
+    results = [torch.ones(2), torch.eye(2).to_sparse(), torch.zeros(())]
+    ((places, joined),) = captured._small(results, 0)
+    assert places == [0, 2]
+    assert joined.tolist() == [1.0, 1.0, 0.0]
