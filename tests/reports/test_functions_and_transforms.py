@@ -158,7 +158,8 @@ def test_checkpoints_and_offloaded_activations_in_losses(examples):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", jd.SlowPathWarning)
             found = taken(losses, values_of(net), x, rule=rule)
-        assert examples == bool(told)  # a loop, whose reason each torch words in its own way
+        reasons = "saved tensor hooks", "_NoopSaveInputs"  # the latter of checkpoints in torch 2.11
+        assert examples == any(reason in str(w.message) for w in told for reason in reasons)
         for name in expected:
             check_within(found[name], expected[name], 256 * eps() * (1 + expected[name].abs().max()))
 
