@@ -18,7 +18,6 @@ from gpu_cases import cases
 from gpu_sides import sides
 from page import with_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 ROUNDS, SECONDS = 15, 0.8
 Row = dict[str, Any]
 
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Time all sides of all cases, print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--page", type=Path, help="the page whose table is replaced")
+    parser.add_argument("--pages", nargs="+", type=Path, default=[], help="pages whose tables are replaced")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names of cases")
     parser.add_argument("--sides", nargs="*", default=[""], help="parts of names of sides")
     parser.add_argument("--toy", action="store_true", help="small models, to try the bench")
@@ -42,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 options.json.write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1))
     text = table(rows)
     print(f"\n{machine(device)}\n\n{text}")
-    if options.page:
-        options.page.write_text(with_table(options.page.read_text(), "gpu", text, "gpu_table.py"))
+    for page in options.pages:
+        for name, made in (("gpu", text), ("gpu, in short", summary(rows))):
+            if f", {name} -->" in (page_text := page.read_text()):
+                page.write_text(with_table(page_text, name, made, "gpu_table.py"))
 
 
 def of_case(name: str, make: Callable[[], Any], device: str, options: Any, start: float, rows: list[Row]) -> None:
@@ -148,6 +149,29 @@ def table(rows: Sequence[Row]) -> str:
             f"{ratios[0]} | {ratios[1]} |"
         )
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line per case: our forms of `upgrad` to TorchJD's loop, and `mean` to plain training."""
+    peer, sides = "TorchJD upgrad", ("upgrad, eager", "upgrad, by operators", "upgrad, captured")
+    lines = [
+        "| case | TorchJD, ms | `upgrad`, eager | by operators | captured | memory, eager | `mean`, eager, to plain "
+        "| captured, to plain captured |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        found = {row["side"]: row for row in rows if row["case"] == case and "ms" in row}
+        ratio = lambda a, b, key="ms", found=found: (
+            f"{found[a][key] / found[b][key]:.2f}" if {a, b} <= {*found} else "-"
+        )
+        cells = [f"{found[peer]['ms']:.3g}" if peer in found else "-", *(ratio(side, peer) for side in sides)]
+        cells += [ratio("upgrad, eager", peer, "peak MB") if case.startswith(_LARGE) else "-"]
+        cells += [ratio("mean, eager", "plain"), ratio("mean, captured", "plain, captured")]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_LARGE = ("ResNet", "GPT")  # memory of small models is rounding
 
 
 if __name__ == "__main__":

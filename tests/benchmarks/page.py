@@ -61,23 +61,19 @@ def _rows(found: Iterable[Row], table: str) -> Rows:
 
 
 def _cpu(eager: Rows, compiled: Rows) -> str:
-    """The whole step to plain training and to the peer's, eager and compiled."""
+    """The whole step to plain training and to the peer's, eager and compiled, and its peak above the model."""
     pairs = {"to plain": "ours/plain", "to TorchJD": "ours/JD"}
     lines: list[Sequence[str]] = []
     for key, row in _float32(eager):
         ratios = [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
-        lines.append([case_name(*key), f"{row['seconds']['ours'] * 1e3:.1f}", *ratios])
+        lines.append([case_name(*key), f"{row['seconds']['ours'] * 1e3:.1f}", *ratios, _memory(row)])
     titles = [title for name in pairs for title in (name, f"{name}, compiled")]
-    return table(["step with `upgrad`, float32", "ms", *titles], lines, "--:")
+    return table(["step with `upgrad`, float32", "ms", *titles, "memory to TorchJD"], lines, "--:")
 
 
-def _memory(eager: Rows, _: Rows) -> str:
-    """The peak above the model, to the peer's."""
-    lines = []
-    for key, row in _float32(eager):
-        memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
-        lines.append([case_name(*key), f"{memory:.1f}" if memory else "-"])
-    return table(["step with `upgrad`, float32", "memory to TorchJD"], lines, "--:")
+def _memory(row: Row) -> str:
+    memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
+    return f"{memory:.1f}" if memory else "-"
 
 
 def _steps(eager: Rows, compiled: Rows) -> str:
@@ -87,11 +83,10 @@ def _steps(eager: Rows, compiled: Rows) -> str:
     for (name, size), row in _float32(eager):
         half = [_ratio(eager.get((name, f"{size} {kind}")), "ours/JD") for kind in ("bfloat16", "float16")]
         graph = compiled.get((name, size))
-        memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
         ms = f"{row['seconds']['ours'] * 1e3:.1f}"
         floats = [_ratio(row, "ours/JD"), *half, _ratio(row, "stacked/JD"), _goal(row, "ours/JD")]
         graphs = [_ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
-        lines.append([case_name(name, size), ms, *floats, *graphs, f"{memory:.1f}" if memory else "-"])
+        lines.append([case_name(name, size), ms, *floats, *graphs, _memory(row)])
     return table(head, lines)
 
 
@@ -151,7 +146,7 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES = {"cpu": _cpu, "memory": _memory, "steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}
+TABLES = {"cpu": _cpu, "steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}
 
 
 if __name__ == "__main__":
