@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import check_alike, description
-from functional_jd.core.arguments import here, refuse
+from functional_jd.core.arguments import check_flag, check_function, here, refuse
 from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
@@ -25,14 +25,34 @@ from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.calls import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
-from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import has_values, innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.training.state import START, TrainState
 
 _CURE = "Call functional(model)(params, ...), not model(...)"
+
+
+def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
+    """Raise for what is no function, rule for one batch, optimizer, flag or state, and noise that protects nobody."""
+    if state and not isinstance(state[0], TrainState):
+        refuse("state", "a TrainState", state[0], START)
+    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
+    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
+        check_function("losses", losses, "Pass losses(params, ...).")
+        check_flag("has_aux", has_aux)
+        check_rule(aggregator)
+        check_optimizer(optimizer)
+    if optimizer.sensitivity is not None:
+        check_noise(losses, aggregator, optimizer, reading=state == ())
+    if getattr(aggregator.view, "batches", 1) > 1:
+        raise ValueError(
+            f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "
+            "aggregate(rule, jacobian, memory, other_jacobian)."
+        )
 
 
 def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool) -> None:

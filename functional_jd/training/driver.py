@@ -11,7 +11,7 @@ from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian
-from functional_jd.core.arguments import check_flag, check_function, check_type, here, refuse
+from functional_jd.core.arguments import check_function, check_type, here, refuse
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, any_sharded, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, LossFunction, Params, Tree, Weights
@@ -21,33 +21,12 @@ from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of, losses_of_shards
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
-from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier, update_scale
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.solvers.spectral import may_be_read
 from functional_jd.torch_compat.callers import user_level
-from functional_jd.training.checks import check_noise
 from functional_jd.training.state import START, TrainState
-
-
-def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
-    """Raise for what is no function, rule for one batch, optimizer, flag or state, and noise that protects nobody."""
-    if state and not isinstance(state[0], TrainState):
-        refuse("state", "a TrainState", state[0], START)
-    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
-    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
-        check_function("losses", losses, "Pass losses(params, ...).")
-        check_flag("has_aux", has_aux)
-        check_rule(aggregator)
-        check_optimizer(optimizer)
-    if optimizer.sensitivity is not None:
-        check_noise(losses, aggregator, optimizer, reading=state == ())
-    if getattr(aggregator.view, "batches", 1) > 1:
-        raise ValueError(
-            f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "
-            "aggregate(rule, jacobian, memory, other_jacobian)."
-        )
 
 
 def prepare(

@@ -23,8 +23,16 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of, undone
-from functional_jd.training.driver import check_method, prepare, started
+from functional_jd.training.checks import (
+    check_learning,
+    check_method,
+    check_ranks,
+    check_tensors,
+    detach_parameters,
+    keys_of,
+    undone,
+)
+from functional_jd.training.driver import prepare, started
 from functional_jd.training.state import TrainState, note_losses
 
 

@@ -15,7 +15,8 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_functional_transform
 from functional_jd.torch_compat.watching import watched
-from functional_jd.training.driver import check_method, observe, prepare, pulled, weighed
+from functional_jd.training.checks import check_method
+from functional_jd.training.driver import observe, prepare, pulled, weighed
 from functional_jd.training.state import StepInfo, TrainState, note_losses, note_other_optimizer
 from functional_jd.training.through_skips import closed, opened
 
