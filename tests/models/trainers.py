@@ -27,16 +27,11 @@ LIBRARIES = {
     "Your own loop": [],
     "Accelerate": ["accelerate"],
     "Lightning": ["lightning"],
-    "Lightning, manual optimization": ["lightning"],
-    "Lightning, two optimizers": ["lightning"],
     "Losses that carry a graph": ["lightning"],
     "Transformers": ["transformers", "accelerate"],
     "PEFT": ["transformers", "peft"],
-    "PEFT in a Trainer": ["transformers", "accelerate", "peft"],
     "Several rewards": ["transformers"],
 }
-BEFORE = {"Lightning, manual optimization": BLOCKS["Lightning"][:1]}  # what a section goes on from
-STRATEGIES = {"Lightning, two optimizers": "ddp_find_unused_parameters_true"}
 
 
 class Recorder:
@@ -83,23 +78,7 @@ class Recorder:
         return state.params, weights
 
 
-def by_hand(module, rule, batches):
-    """The parameters and the weights of two networks that are trained in turn: rows of autograd, and torch's Adam."""
-    sides = [(module.maker, module.maker_losses), (module.judge, module.judge_losses)]
-    optimizers, all_weights = module.configure_optimizers(), []
-    for index, batch in enumerate(batches):
-        net, losses_of = sides[index % 2]
-        values, params = losses_of(net, *batch), [*net.parameters()]
-        rows = [torch.autograd.grad(value, params, retain_graph=True) for value in values]
-        found = jd.aggregate(rule, [torch.stack(column) for column in zip(*rows, strict=True)])
-        for p, direction in zip(params, found.direction, strict=True):
-            p.grad = direction
-        optimizers[index % 2].step()
-        all_weights.append(found.weights)
-    return {name: p.detach() for name, p in module.named_parameters()}, all_weights
-
-
-def settle(ranks, strategy):
+def settle(ranks):
     """Have the trainers work on the CPU, on as many ranks, and say nothing."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     several = ranks > 1
@@ -107,7 +86,7 @@ def settle(ranks, strategy):
         "accelerate.Accelerator": {"cpu": True},
         "lightning.Trainer": quiet
         | {"accelerator": "cpu", "devices": ranks}
-        | ({"strategy": strategy} if several else {}),
+        | ({"strategy": "ddp"} if several else {}),
         "transformers.TrainingArguments": {"use_cpu": True, "save_strategy": "no", "report_to": "none"}
         | {"disable_tqdm": True, **({"ddp_backend": "gloo"} if several else {})},
     }
@@ -130,7 +109,7 @@ def play(blocks, change=None):
 
 def trained_in(session):
     """The parameters that the blocks have trained."""
-    trained = {"adapters": "model", "policy": "policy", "Adversaries": "module"}
+    trained = {"adapters": "model", "policy": "policy"}
     module = session[next((name for mark, name in trained.items() if mark in session), "net")]
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
@@ -141,18 +120,14 @@ def main(rank, heading, ranks, folder):
         os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}  # as torchrun
         meet(rank, folder)
     torch.set_default_dtype(torch.float64)
-    settle(int(ranks), STRATEGIES.get(heading, "ddp"))
+    settle(int(ranks))
     os.chdir(folder)
     recorder, given = Recorder(), (jd.weights_fn, jd.step)
     jd.weights_fn, jd.step = recorder.weights_fn, recorder.step
-    session = play([*START, *BEFORE.get(heading, []), *BLOCKS[heading]])
+    session = play([*START, *BLOCKS[heading]])
     jd.weights_fn, jd.step = given
     found = {"params": trained_in(session), "seen": recorder.seen, "history": session.get("history")}
-    if "Adversaries" in session:
-        fresh = play([*START, BLOCKS[heading][0]])
-        expected = by_hand(fresh["module"], fresh["rule"], recorder.batches())
-    else:
-        expected = recorder.again() if recorder.seen else ({}, [])
+    expected = recorder.again() if recorder.seen else ({}, [])
     found |= dict(zip(("expected", "weights"), expected, strict=True))
     torch.save(found, Path(folder, f"{rank}.pt"))
     if dist.is_initialized():
