@@ -132,3 +132,26 @@ def check_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None
     bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(error)
     worst = torch.where(error == 0, 0, error / bound).max()
     assert (error <= bound).all(), f"off by {error.max():.3g}, {worst:.3g} times what rounding explains"
+
+
+def differences(f: Callable[[Tensor], Tensor], x: Tensor, step: float = 2.0**-14) -> Tensor:
+    """The derivatives of f at x, by central differences."""
+    steps = step * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
+    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * step) for e in steps], dim=-1)
+    return slopes.reshape(*slopes.shape[:-1], *x.shape)
+
+
+def check_derivatives(found: Tensor, f: Callable[[Tensor], Tensor], x: Tensor, condition: float = 1.0) -> None:
+    """Derivatives are differences, up to what steps of twice the length change and what rounding adds.
+
+    Differences are off by the square of the step times a third derivative. Twice the step shows four times as much.
+
+    Args:
+        found: derivatives of f at x.
+        f: a function of a float64 tensor.
+        x: where.
+        condition: how many times its rounding a value of f is off.
+    """
+    step = 2.0**-14
+    slopes, wider = differences(f, x, step), differences(f, x, 2 * step)
+    check_within(found, slopes, (wider - slopes).abs() + condition * 64 * eps() * f(x).abs().max() / step)

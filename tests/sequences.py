@@ -1,4 +1,4 @@
-"""Jacobians and losses that tests of rules share, and derivatives by differences."""
+"""Jacobians and losses that tests of rules share."""
 
 import numpy as np
 import torch
@@ -18,13 +18,6 @@ def integer_jacobians(rows=(1, 6), columns=(1, 6), most=4):
 
 def random_rows(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def differences(f, x, h=1e-5):
-    """The derivatives of f at x, by central differences."""
-    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
-    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
-    return slopes.reshape(*slopes.shape[:-1], *x.shape)
 
 
 def sequences(least=1):

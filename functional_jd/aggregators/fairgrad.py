@@ -59,7 +59,8 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
-        v = fair_shares(C, norms ** ((power - 1) / (power + 1)), power, solver)
+        # A power, of which torch loses the mixed derivative where the exponent is zero, at alpha = 1.
+        v = fair_shares(C, ((power - 1) / (power + 1) * norms.log()).exp(), power, solver)
         return v * norms ** (-2 / (1 + power))
 
     return stateless(gramian, weigh, on_host=on_host)
