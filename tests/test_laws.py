@@ -140,6 +140,13 @@ def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
 
 
 @pytest.mark.parametrize("name", TABLED)
+def test_rows_of_zeros_give_zeros(name):
+    rule, rows = rule_of(name), rows_of(name)
+    others = (0 * rows,) if rule.view is cross_gramian else ()
+    assert not aggregate(rule, 0 * rows, None, *others, losses=rows.abs().sum(1)).direction.any()
+
+
+@pytest.mark.parametrize("name", TABLED)
 def test_rows_that_are_not_finite_change_no_other_element_of_a_batch(name):
     rule, rows = rule_of(name), rows_of(name)
     take = torch.vmap(lambda rows: step(rule, rows, None)[:2])

@@ -2,41 +2,22 @@
 
 import pytest
 import torch
-from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from sequences import number
 
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
+from functional_jd.aggregation.aggregate import aggregate, start
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import full_jacobian, no_gradients
+from functional_jd.aggregation.views import full_jacobian
 from functional_jd.aggregators.constant import constant
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.upgrad import upgrad
 
 
-def counting():
-    """Weights 1, 2, 3, ... call after call, on every row."""
-
-    def update(seen, calls):
-        return seen + calls + 1, calls + 1
-
-    return Aggregator(no_gradients, lambda seen: torch.zeros((), dtype=torch.float64), update)
-
-
 def entrywise():
     """Weights for every entry: how much of a row's absolute values it holds."""
     return stateless(full_jacobian, lambda J: {key: leaf.abs() / leaf.abs().sum() for key, leaf in J.items()})
-
-
-@given(st.floats(0, 0.99), st.integers(1, 8))
-def test_equal_to_the_running_mean_in_plain_numbers(momentum, calls):
-    rule, state, expected = cr_mogm(counting(), momentum), None, 1.0
-    for call in range(calls):
-        expected = momentum * expected + (1 - momentum) * (call + 1)
-        _, weights, state = aggregate(rule, number(call), state)
-        check_within(weights, torch.full((3,), expected, dtype=torch.float64), 4 * calls * eps() * expected)
 
 
 def test_equal_to_the_peer_over_four_calls():

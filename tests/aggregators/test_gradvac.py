@@ -1,19 +1,13 @@
 """GradVac: the paper's algorithm on the rows themselves, call after call, and the singular cosines it leaves out."""
 
-from itertools import permutations, product
-
 import numpy as np
 import pytest
 import torch
-from bounds import check_within, eps, gramian_bound, half_the_digits
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from bounds import check_within, eps, half_the_digits
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.gradvac import GradVacState, gradvac
-from functional_jd.aggregators.pcgrad import pcgrad
-from functional_jd.random import key, split
+from functional_jd.random import key
 
 THREE = torch.tensor([[1.5, 1.0, 2.0], [1.0, -0.5, -2.0], [-2.5, 2.0, -1.0]], dtype=torch.float64)
 TARGETS = torch.tensor([[0.0, 0.3, 0.5], [-0.4, 0.0, -0.2], [0.1, 0.7, 0.0]], dtype=torch.float64)
@@ -32,42 +26,6 @@ def bent(J, targets, i, order, beta):
     return p, learnt
 
 
-def all_outcomes(J, targets, beta):
-    """Directions and targets of all combinations of orders: one row each."""
-    J, targets, m = J.numpy(), targets.numpy(), len(J)
-    rows = [[bent(J, targets, i, order, beta) for order in permutations(set(range(m)) - {i})] for i in range(m)]
-    outcomes = [[sum(p for p, _ in choice), *(t for _, t in choice)] for choice in product(*rows)]
-    return torch.from_numpy(np.stack([np.concatenate(outcome) for outcome in outcomes]))
-
-
-def generic(m, n):
-    return hnp.arrays(np.float64, (m, n), elements=st.integers(-40, 40).map(lambda k: (k + 0.5) / 8)).map(
-        torch.from_numpy
-    )
-
-
-@settings(max_examples=25)
-@given(st.lists(generic(3, 5), min_size=3, max_size=3), st.integers(0, 1000), st.sampled_from([0.0, 0.1, 0.5, 0.9]))
-def test_every_call_is_the_algorithm_with_some_orders(Js, seed, beta):
-    rule, targets, state = gradvac(key(seed), beta), torch.zeros(3, 3, dtype=torch.float64), None
-    for J in Js:
-        rows = torch.nn.functional.normalize(J, dim=1)
-        assume((rows @ rows.mT - torch.eye(3)).abs().max() < 0.999)  # nearby the plain algorithm divides by zero
-        result = aggregate(rule, J, state)
-        found = torch.cat([result.direction, result.state.targets.flatten()])
-        assert (all_outcomes(J, targets, beta) - found).abs().amax(1).min() <= half_the_digits(1 + J.norm())
-        state, targets = result.state, result.state.targets
-
-
-def test_all_combinations_of_orders_occur():
-    expected = all_outcomes(THREE, TARGETS, 0.5)[:, :3]
-    assert len({tuple(d) for d in expected.round(decimals=8).tolist()}) == 8
-    f = lambda k: aggregate(gradvac(key(0)), THREE, GradVacState(k, TARGETS)).direction
-    distances = (torch.vmap(f)(split(key(0), 100)).unsqueeze(1) - expected).abs().amax(2)
-    assert (distances.amin(1) <= gramian_bound(THREE, THREE.norm())).all()
-    assert set(distances.argmin(1).tolist()) == set(range(8))
-
-
 def test_equal_to_the_peer_on_two_rows_call_after_call():
     """From GradVac(beta=0.5) of torchjd 0.18; the fourth and fifth call bend rows that do not conflict."""
     Js = torch.tensor(
@@ -83,18 +41,11 @@ def test_equal_to_the_peer_on_two_rows_call_after_call():
     expected = torch.tensor(
         [[0, 0, 0], [-3, -3, -5], [3, 0, 5], [2.97512, 0.48756, 2.48756], [3.6119, 1.84702, 2.52012]]
     )
-    state = None
+    state, digits = None, 1e-5
     for J, direction in zip(Js, expected, strict=True):
         result = aggregate(gradvac(key(3)), J, state)
-        torch.testing.assert_close(result.direction, direction, rtol=0, atol=1e-4)
+        check_within(result.direction, direction, digits)
         state = result.state
-
-
-@given(st.integers(1, 4).flatmap(lambda m: generic(m, 3)), st.integers(0, 1000))
-def test_the_first_call_is_pcgrad_with_the_same_key(J, seed):
-    mine, other = aggregate(gradvac(key(seed)), J), aggregate(pcgrad(key(seed)), J)
-    check_within(mine.direction, other.direction, 64 * eps() * J.norm())
-    assert torch.equal(mine.state.key, other.state)
 
 
 def test_two_rows_of_any_scales_come_as_close_as_their_target():

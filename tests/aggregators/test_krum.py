@@ -47,14 +47,6 @@ def test_equivariant_under_scaling_and_translation(problem, exponent):
     assert torch.equal(aggregate(krum(*numbers), moved).weights, aggregate(krum(*numbers), J).weights)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "expected"), [((1, 1), [2.0, -6.0]), ((2, 3), [2 / 3, -10 / 3]), ((1, 2), [3.0, -7.0])]
-)
-def test_equal_to_the_peer(numbers, expected):
-    """From Krum of torchjd 0.18, where squares of distances and distances rank alike."""
-    torch.testing.assert_close(aggregate(krum(*numbers), SIX).direction, torch.tensor(expected, dtype=torch.float64))
-
-
 def test_distances_count_squared():
     """Squares to the three closest: 1 + 18 + 50 = 69 for the first row, 17 + 18 + 25 = 60 for the last.
 

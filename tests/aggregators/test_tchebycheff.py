@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scalarizations import LOSSES, calls, check_direction, check_slopes
 
-from functional_jd.aggregators.stch import stch
 from functional_jd.aggregators.tchebycheff import tchebycheff, value
 
 U, Z = [0.25, 0.5, 1.0], [0.125, -0.5, 0.25]
@@ -21,12 +20,6 @@ def test_equal_to_a_loop_over_the_objectives(losses, reference):
     assert weights[0].tolist() == pytest.approx([u * w / sum(worst) for u, w in zip(U, worst, strict=True)])
     found = value(torch.tensor(losses), torch.tensor(U), torch.tensor(reference))
     assert found.item() == max(sizes)
-
-
-@given(numbers)
-def test_it_is_the_limit_of_the_smooth_one_also_where_objectives_are_equally_bad(losses):
-    losses = torch.tensor(losses, dtype=torch.float64)
-    torch.testing.assert_close(calls(tchebycheff(), [losses])[0], calls(stch(1e-3), [losses])[0])
 
 
 def test_the_direction_is_the_gradient():
