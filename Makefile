@@ -39,7 +39,7 @@ bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; wr
 	@$(BIN)/python tests/benchmarks/shard_table.py
 
 bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32, and what that takes: an hour, to compile
-	@$(BIN)/python tests/benchmarks --only compiled physics float32 --json bench-compiled.json
+	@$(BIN)/python tests/benchmarks --only compiled float32 --json bench-compiled.json
 	@$(BIN)/python tests/benchmarks/first_call.py --page tests/benchmarks/REPORT.md
 
 bench-physics: $(VENV)/.bench  ## errors of networks that solve equations, at equal CPU time: a quarter of an hour

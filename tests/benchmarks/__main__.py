@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from races import Race, Standing
 
 
-# Tables that compile, and run only by name.
-_GRAPHS = ("compiled", "physics")
+# The table that compiles, and runs only by name.
+_GRAPHS = ("compiled",)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="these tables, models or rules, sizes (T=2), precisions; default: all but `compiled` and `physics`",
+        help="these tables, models or rules, sizes (T=2), precisions; default: all but `compiled`",
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no case is begun")
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="of rules; default: 2 4 8 32 128 256")
@@ -118,15 +118,11 @@ def _called(case: "Race") -> tuple[str, str, str, str]:
 def _cases(options: argparse.Namespace) -> "list[Race]":
     import torch
     from as_run import as_run_races, compiled_races
-    from pinn import pinn_races
-    from potential import potential_races
     from weights import QUICK_ROWS, ROWS, batch_races, weight_races
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     found: list[Race] = []
     for device in devices:
-        found += pinn_races(options.toy, device, options.backend)
-        found += potential_races(options.toy, device, options.backend)
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
     rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     found += weight_races(rows) + batch_races(rows)

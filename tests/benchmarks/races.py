@@ -100,7 +100,7 @@ def run(race: Race, seconds: float, rounds: int) -> Standing:
     ratios = {
         f"{name}/{other}": _ratio(columns[name], columns[other])
         for name in columns
-        for other in ("JD", "conflictfree", "limit", "plain", "plain compiled")
+        for other in ("JD", "limit", "plain", "plain compiled")
         if other in columns and name != other
     }
     how = race.table, race.name, race.size

@@ -12,12 +12,9 @@ from races import Figure, Standing
 TITLES = {
     "as run": "the whole step as users call it, optimizer included; milliseconds, ratios beside their goals, MB",
     "compiled": "the same, our step in one graph, TorchJD's loop eager; milliseconds, ratios beside their goals, MB",
-    "physics": "a step of a network that solves an equation, ours compiled, by two peers; milliseconds, MB at the peak",
     "weights": "weights of a rule; microseconds",
     "batches": "weights of a rule, a batch of 64; microseconds",
 }
-
-SIDES = ("conflictfree", "JD", "eager", "ours")  # of physics
 
 RATIOS = {
     "as run": ("ours/JD", "stacked/JD", "operators/JD", "mean/plain", "ours/limit", "ours/plain"),
@@ -32,10 +29,6 @@ other where the default does not run; for examples the faster of `backward` and 
 the mean loss, compiled where it says so. limit, one forward pass, the heads once, the trunk once per task, and no more.
 A ratio beside its goal: <= reached, > missed. First call and graphs: of our compiled step, with an empty cache of
 compiled code unless TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled again.
-
-physics: an equation with two losses and `config`, a potential with energies, forces and stresses and `upgrad`, with
-Adam, a thread each; ours, the step in one graph; eager, the same step not compiled; ratio, that of ours to
-conflictfree. Errors at equal time are printed by physics.py.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
@@ -62,16 +55,13 @@ def heading(row: Standing) -> str:
     if row.table in RATIOS:
         cells = "".join(f"{name:>21}" for name in (*RATIOS[row.table], "MB, JD's"))
         return title + f"{'':34}{'ours':>9}{cells}" + ("   first call, graphs" if row.table == "compiled" else "")
-    if row.table == "physics":
-        return title + f"{'':28}" + "".join(f"{name:>18}" for name in SIDES) + f"{'ratio':>9} quartiles"
     names = f"{'ours':>11}{'peer':>11}  {'ratio':>6} {'quartiles':16}{'goal':>5} {'':8}{'apart':>7}"
     return title + f"{'':27}{names}"
 
 
 def line(row: Standing) -> str:
     """A row of a table."""
-    form = _step if row.table in RATIOS else _standing if row.table == "physics" else _weights
-    return form(row) + _refused(row)
+    return (_step if row.table in RATIOS else _weights)(row) + _refused(row)
 
 
 def _weights(row: Standing) -> str:
@@ -103,19 +93,6 @@ def _ratio(ratio: list[float] | None, goal: Figure | None) -> str:
     if ratio is None:
         return "-"
     return f"{ratio[1]:.3f}" if goal is None else f"{ratio[1]:.3f} {'<=' if goal.reached else '>'} {goal.goal:.2f}"
-
-
-def _standing(row: Standing) -> str:
-    cells = [
-        f"{row.seconds[name] * 1e3:9.2f} ({row.memory.get(name, 0) / _MB:6.1f})" if name in row.seconds else "-"
-        for name in SIDES
-    ]
-    text = f"{row.name:16}{_place(row):>12}" + "".join(f"{cell:>18}" for cell in cells)
-    ratio = row.ratios.get("ours/conflictfree")
-    if ratio is not None:
-        low, middle, high = ratio
-        text += f"{middle:9.3f} [{low:.3f} {high:.3f}]"
-    return text
 
 
 def _place(row: Standing) -> str:

@@ -1,17 +1,14 @@
 """Races: another direction is not timed, one side answers for its time, and memory is that of what was allocated."""
 
 from functools import partial
-from math import pi
 
 import memory
 import pytest
 import races
 import report
 import torch
-from burgers import Burgers, burgers
-from hypothesis import given
-from hypothesis import strategies as st
-from models import TOYS, examples, tasks, values
+from burgers import burgers
+from models import TOYS, examples, tasks
 from races import Goal, Race, Side, run
 
 
@@ -48,14 +45,6 @@ def test_the_sides_take_turns_and_each_answers_for_its_time(clock):
     assert clock.log == [*sides] * (1 + 1 + races.FEWEST + 1)
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(1e-3, 3), (0.0701, 10), (1e9, 99)])
-def test_the_time_allowed_bounds_the_rounds_but_for_the_first_three(clock, seconds, rounds):
-    sides = {"JD": clock("JD", 4e-3), "ours": clock("ours", 3e-3)}
-    found = run(Race("weights", "mean", "m=2", lambda: sides), seconds, rounds=99)
-    assert found.rounds == rounds
-    assert found.ratios["ours/JD"] == pytest.approx([0.75] * 3)
-
-
 def test_a_side_with_another_direction_or_an_error_is_not_timed_and_reaches_no_goal(clock):
     def refuse():
         raise NotImplementedError("no such layer")
@@ -76,35 +65,6 @@ def test_a_side_with_another_direction_or_an_error_is_not_timed_and_reaches_no_g
     assert report.goals(report.verdicts([found])).splitlines()[-1] == "0 of 3 goals reached"
 
 
-@pytest.mark.parametrize("graphs", [1, 2])
-def test_what_compiles_twice_is_seen(clock, monkeypatch, graphs):
-    compiled = []
-    monkeypatch.setattr(races, "_graphs", lambda: len(compiled))
-    step = clock("ours", 3e-3)
-
-    def call():
-        compiled.extend([None] * (len(compiled) < graphs))
-        return step.call()
-
-    found = race({"JD": clock("JD", 4e-3), "ours": Side(call, step.direction)}, table="compiled")
-    assert found.compiled == {"ours": (pytest.approx(3e-3), graphs)}
-    assert report.line(found).endswith(f" 0.0 s, {graphs}")
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30))
-def test_the_highest_level_is_that_of_the_blocks_alive(steps):
-    # At each step an address gets a block of some size or gives back the one it has; and strangers go that never came.
-    alive, sizes, changes = {}, [0], []
-    for address, size in steps:
-        if address in alive:
-            changes.append((address, -alive.pop(address)))
-        else:
-            alive[address] = size
-            changes += [(address + 100, -7), (address, size)]
-        sizes.append(sum(alive.values()))
-    assert memory.highest(changes) == max(sizes)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_peak_memory_counts_what_lives_at_once():
     keep = {}
@@ -116,35 +76,6 @@ def test_peak_memory_counts_what_lives_at_once():
         return torch.empty(3000, dtype=torch.uint8)
 
     assert memory.peak_memory(call) == memory.peak_memory(call) == 10000
-
-
-@pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_losses_are_those_of_the_modules(name, stacked):
-    several = tasks(TOYS[name], 3, batch=4)
-    found = several.losses(stacked=stacked)(several.tree(values), *several.batch)
-    torch.testing.assert_close(
-        found if stacked else torch.stack(list(found.values())), torch.stack(several.forward()[0])
-    )
-    each = examples(TOYS[name], 4)
-    torch.testing.assert_close(each.losses()(each.tree(values), *each.batch), each.forward())
-
-
-class Square(torch.nn.Module):
-    def forward(self, x):
-        return x * x
-
-
-def test_losses_of_an_equation_hold_its_derivatives():
-    # u = s^2 with s = a t + b x + c has u_t = 2 a s, u_x = 2 b s and u_xx = 2 b^2.
-    linear = torch.nn.Linear(2, 1)
-    model = Burgers(torch.nn.Sequential(linear, Square()), burgers(points=5, width=4).batch)
-    (a, b), (inside, start, at, edge) = linear.weight[0], model.batch
-    s = linear(inside)
-    residual = 2 * a * s + s**2 * 2 * b * s - 0.01 / pi * 2 * b**2
-    expected = [(linear(edge) ** 4).mean(), residual.square().mean(), (linear(start) ** 2 - at).square().mean()]
-    torch.testing.assert_close(model.forward(), expected)
-    torch.testing.assert_close(list(model.losses()(model.tree(values), *model.batch).values()), expected)
 
 
 @pytest.mark.filterwarnings("ignore")

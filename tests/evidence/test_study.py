@@ -6,13 +6,11 @@ import study_queue
 import torch
 from problems import PROBLEMS, Entry
 from study_advice import FROZEN
-from study_cells import load, load_all, path_of, store, under_method
-from study_problem import Data, splits, standardized
-from study_rules import grid, methods_for
-from study_search import random_search
-from study_training import draws_of, stands_still, train
-from study_worst import worst_parts
-from tiny_problem import FIRST_UNIT, tiny
+from study_cells import load_all, path_of
+from study_problem import splits
+from study_rules import methods_for
+from study_training import draws_of, train
+from tiny_problem import tiny
 
 from functional_jd.diagnostics.advise import THRESHOLDS
 
@@ -72,24 +70,6 @@ def test_a_training_is_a_loop_of_adam_with_an_average(tmp_path):
     )
 
 
-def test_a_training_stops_when_the_best_configuration_stands_still():
-    rising = torch.linspace(0, 1, 30)[:, None, None]
-    still = torch.full((30, 1, 1), 1.5)
-    assert not stands_still(rising, 0.9)
-    assert stands_still(torch.cat([rising, still], dim=1), 0.9)
-    assert not stands_still(still, 0.3)  # too soon
-
-
-def test_rates_are_extended_until_the_best_is_inside():
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    cell = under_method(problem, methods_for(2)["standardised"], draws, 12, rounds=1)  # so short that large rates win
-    rates = [configuration["rate"] for configuration in cell["configurations"]]
-    assert len(rates) > 4
-    assert cell["inside"] == (min(rates) < cell["best_rate"] < max(rates))
-    assert max(rates) <= 0.064 * 4**3 * (1 + 1e-12)
-
-
 def test_splits_are_apart_and_whole():
     rows = torch.arange(100)
     for draw in (0, 1):
@@ -99,14 +79,6 @@ def test_splits_are_apart_and_whole():
     assert not torch.equal(splits((rows,), 0).test[0], splits((rows,), 1).test[0])
     first, second = (torch.cat([part[0] for part in splits((rows,), draw, rows=50)]) for draw in (0, 1))
     assert sorted([*first.tolist(), *second.tolist()]) == rows.tolist()  # no row in two draws
-
-
-def test_only_training_rows_say_what_standard_is():
-    data = Data((torch.tensor([1.0, 3.0]),), (torch.tensor([100.0]),), (torch.tensor([2.0]),))
-    moved = standardized(data, 0)
-    assert moved.train[0].mean() == 0
-    assert moved.test[0].item() == 0
-    assert moved.validation[0].item() == pytest.approx(98 / 2**0.5)
 
 
 @pytest.mark.parametrize("name", WITHOUT_PACKAGES)
@@ -146,55 +118,6 @@ def test_where_it_is_marked_the_score_is_one_minus_the_loss_of_the_reference(nam
     scores = problem.scores(params, *rows)
     assert (scores > 0).all()
     assert scores.mean().item() == pytest.approx(1 - (problem.losses(params, *rows) / constant).mean().item(), abs=5e-3)
-
-
-def test_the_worst_part_is_that_of_the_chosen_training():
-    """A score of one part has none; a mean is over the problems that have all methods."""
-    first, second = ({"parts": parts, "test": []} for parts in ([[0.5, 0.9]] * 4, [[0.75, 0.2]] * 4))
-    alone = {"parts": [[0.5]] * 4, "test": []}
-    cells = {
-        "units": {"standardised": first, "nash_mtl": second, "mean": first},
-        "loans": {"standardised": second, "nash_mtl": first},
-        "heat": {"standardised": alone, "nash_mtl": alone, "mean": alone},
-    }
-    lines = worst_parts(cells, dict.fromkeys(cells, False), ["nash_mtl", "mean"])
-    assert "| `nash_mtl()` | -30.0 | loans +30.0 | 0 | units -30.0 |" in lines
-    assert "| `mean()` | 0.0 | - | 1 | - |" in lines
-    assert "over the 1 problems" in lines[0]
-
-
-def test_weights_of_the_grid():
-    found = grid(torch.tensor([1e-3, 1e6], dtype=torch.float64))
-    assert found.shape == (8, 2)
-    assert found[0].tolist() == [1, 1]
-    assert torch.equal(found.amax(1), torch.ones(8, dtype=torch.float64))
-    ratios = found[1:, 0] / found[1:, 1] * 1e9
-    expected = torch.tensor([1, 1 / 100, 1 / 30, 1 / 5, 5, 30, 100], dtype=torch.float64)
-    torch.testing.assert_close(ratios, expected)
-    assert grid(torch.ones(5)).shape == (22, 5)
-
-
-def test_random_search_stays_near_standard_weights_and_is_its_own_in_every_draw(monkeypatch):
-    seen = []
-    monkeypatch.setattr("study_search.train", lambda *given: seen.append(given) or train(*given))
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    random_search(problem, draws, steps=4, trials=6)
-    _, _, _, rates, weights, _ = seen[0]
-    assert rates.shape == (6, 2)
-    assert ((rates >= 1e-3 - 1e-9) & (rates <= 0.064 + 1e-9)).all()
-    shares = weights[..., 0] * FIRST_UNIT / weights[..., 1]
-    assert ((shares > 10**-4.5) & (shares < 10**4.5)).all()
-    assert not torch.equal(shares[:, 0], shares[:, 1])
-
-
-def test_a_cell_is_stored_in_the_same_bytes(tmp_path):
-    store({"test": [1.5]}, tmp_path / "a" / "b.json.gz")
-    once = (tmp_path / "a" / "b.json.gz").read_bytes()
-    store({"test": [1.5]}, tmp_path / "a" / "b.json.gz")
-    assert once == (tmp_path / "a" / "b.json.gz").read_bytes()
-    assert load(tmp_path / "a" / "b.json.gz") == {"test": [1.5]}
-    assert load(tmp_path / "a" / "c.json.gz") is None
 
 
 def test_advise_has_the_thresholds_that_were_frozen():

@@ -1,12 +1,9 @@
 """Fronts in the study: what is trained is what is said, and measures are those of a brute force."""
 
 import pytest
-import study_fronts
-import study_pictures
 import torch
 from problems_fronts import beta_vae
 from study_fronts import (
-    FAMILIES,
     RATES,
     area,
     beside_sums,
@@ -31,13 +28,6 @@ def stored(validation, test):
     }
 
 
-def test_preferences_have_the_odds_of_the_protocol():
-    found = preferences()
-    odds = torch.tensor([10.0**t for t in (-2, -1.6, -1.2, -0.8, -0.4, 0, 0.4, 0.8, 1.2, 1.6, 2)])
-    torch.testing.assert_close(found[:, 0] / found[:, 1], odds, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.sum(1), torch.ones(11))
-
-
 def test_a_candidate_is_the_training_of_its_preference_and_rate():
     """One of the 55 in both draws, beside a training of its own on losses that are weighted by hand."""
     problem = tiny()
@@ -55,29 +45,6 @@ def test_a_candidate_is_the_training_of_its_preference_and_rate():
         torch.testing.assert_close(
             validation[moment, place], alone.validation_parts[steps - 1, 0], rtol=1e-3, atol=1e-3
         )
-
-
-def test_all_steps_are_taken_on_fronts(monkeypatch):
-    problem, taken = tiny(), []
-    draws = draws_of(problem, 2)
-    still = torch.zeros(1, 2), torch.ones(1, 2, 2)  # a rate of zero never moves
-    assert train(problem, methods_for(2)["mean"], draws, *still, 40).stopped
-    noted = lambda *args, **options: taken.append(train(*args, **options)) or taken[-1]
-    assert RATES == (0.001, 0.004, 0.016, 0.064, 0.256)
-    monkeypatch.setattr(study_fronts, "train", noted)
-    monkeypatch.setattr(study_fronts, "RATES", (0.0,))
-    front_cell(problem, "sums", draws, 40)
-    assert taken[0].steps == 40
-
-
-def test_every_method_trains_and_says_its_passes():
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    needs_rows = {"upgrad", "epo"}
-    for family in FAMILIES:
-        cell = front_cell(problem, family, draws, 40)
-        assert cell["passes"] == (2 if family in needs_rows else 1)
-        assert ((worth(cell) >= 0) & (worth(cell) <= 1)).all()
 
 
 def test_the_area_is_what_points_dominate():
@@ -108,27 +75,6 @@ def test_a_single_solution_stands_beside_the_front_of_sums():
     behind, more = beside_sums(sums, single)
     assert behind.tolist() == [True, False, False]
     torch.testing.assert_close(more, torch.tensor([0.0, 0.25 * 0.25, 0.0], dtype=torch.float64))
-
-
-def test_the_picture_has_a_panel_for_each_problem_that_is_trained(tmp_path):
-    sums = stored([[[0.5, 0.25]] * 10, [[0.25, 0.5]] * 10], [[[0.5, 0.25]] * 10, [[0.25, 0.5]] * 10])
-    assert study_pictures.draw_fronts({"fairness": {"mean": {}}}, tmp_path) is None
-    path = study_pictures.draw_fronts({"fairness": {"front_sums": sums, "front_epo": sums}}, tmp_path)
-    text = path.read_text(encoding="utf-8")
-    assert all(word in text for word in (">fairness<", ">accuracy<", ">weighted sums<", ">epo(u)<"))
-    assert ">loans<" not in text
-
-
-def test_moments_are_told_apart_and_edges_are_both_ends():
-    cell = stored([[[0.5, 0.5]], [[0.25, 0.25]]], [[[0.5, 0.5]], [[0.25, 0.25]]])
-    for split in ("validation", "test"):
-        cell["front"][split][0] = [[[0.25, 0.25]], [[0.125, 0.125]]]
-    assert [worth(cell, share).item() for share in range(3)] == [0.0625, 0.25, 0.25]
-    assert [utility(cell, share).item() for share in range(3)] == [0.25, 0.5, 0.5]
-    assert worth(cell).item() == 0.25
-    for place in (0, len(RATES) - 1):
-        cell["candidates"] = [{"preference": 0, "rate": RATES[place]}] * 2
-        assert sizes(cell) == (1.0, 1.0)
 
 
 def test_a_code_is_drawn_and_costs_its_divergence_in_nats():

@@ -6,7 +6,7 @@ import pytest
 import study_peers
 import torch
 from study_cells import under_method
-from study_peers import ALL, NAMES, OURS, STANDARDISED, Peer, distances, peer_cell, peer_of, rule_of
+from study_peers import ALL, OURS, STANDARDISED, Peer, peer_cell, peer_of, rule_of
 from study_rules import RULES, Method, methods_for
 from study_training import draws_of, train
 from tiny_problem import tiny
@@ -21,11 +21,6 @@ of_the_peer = [
     pytest.mark.filterwarnings("ignore:Solution may be inaccurate"),
 ]
 pytestmark = of_the_peer
-
-
-def test_names_are_those_of_the_peer():
-    for rule, name in NAMES.items():
-        assert type(peer_of(rule, 3)).__name__ == name.partition("(")[0]
 
 
 def take_ours_for_the_peers(rule, monkeypatch):
@@ -91,23 +86,3 @@ def test_steps_without_a_direction_are_skipped_and_counted(monkeypatch):
     # A Jacobian that is not finite is not the peer's fault.
     assert found.directions(torch.full((1, 2, 3), torch.nan)).isnan().all()
     assert found.errors == {"ArithmeticError": trained.steps}
-
-
-def test_distances_are_those_of_directions_of_length_one():
-    J = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    rows = J.expand(4, 2, 2)
-    found = torch.tensor([[3.0, 3.0], [5.0, 0.0], [-1.0, -1.0], [0.0, 0.0]])
-    expected = torch.tensor([0.0, (2 - 2**0.5) ** 0.5, 2.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(distances("upgrad", rows, found), expected)
-
-
-def test_a_cell_says_how_far_the_chosen_trainings_were_apart():
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    cell = peer_cell(problem, "nash_mtl", draws, steps=20, rounds=1)
-    assert cell["passes"] == 2
-    assert cell["errors"] == {}
-    assert cell["machine"]["torchjd"].startswith("0.18")
-    mean, largest = torch.tensor(cell["apart"]["mean"]), torch.tensor(cell["apart"]["largest"])
-    assert mean.shape == largest.shape == (2,)
-    assert ((mean >= 0) & (mean <= largest) & (largest <= 2)).all()
