@@ -1,12 +1,22 @@
-"""The protocol of aggregation rules, their views, lifts from plain functions, and helpers that rules share."""
+"""The protocol of aggregation rules, their views, lifts from plain functions, and all that rules are made of."""
 
-from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate
+# pyright: reportUnusedImport=false
+# The files of rules import from here, more than `__all__` lists.
+
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, check_rule
 from functional_jd.aggregation.combine import combine
-from functional_jd.aggregation.groups import from_part
+from functional_jd.aggregation.groups import from_part, view_of_groups
 from functional_jd.aggregation.held import held
-from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.hyper_parameters import PREFERENCES, Numbers, per_objective, preferences
+from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
+from functional_jd.aggregation.lifts import learned_with, scalarized, scalarized_with, stateless
+from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.views import View, as_view, cross_gramian, equal_weights, full_jacobian, gramian
+from functional_jd.aggregation.views import gramian_and_losses, jacobian_and_losses, jacobian_entries, loss_count
+from functional_jd.aggregation.views import losses, no_gradients, norms, norms_and_losses, with_losses
 from functional_jd.core.heads import MultitaskJacobian
-from functional_jd.core.types import AffineWeights
+from functional_jd.core.types import AffineWeights, Gramian, Jacobian, Losses, Tree, Weights
+from functional_jd.solvers.search import Solver
 
 __all__ = [
     "AffineWeights",

@@ -28,21 +28,27 @@ from functional_jd.torch_compat.torch_internals import under_functorch
 class Aggregator(NamedTuple):
     """An aggregation rule: three functions; its hyper-parameters live in their closures.
 
-    Builders of rules raise TypeError or ValueError for hyper-parameters that do not fit. A hyper-parameter of another
-    length than the number of objectives, or a view that lacks losses or batches, raises when the rule is called.
+    Builders raise TypeError or ValueError for hyper-parameters that do not fit. A hyper-parameter of another length
+    than the number of objectives, or a view that lacks losses or batches, raises when the rule is called.
+
+    Of the rules of this package, unless their page says otherwise: weights are float64 `[m]`. They are differentiable
+    with respect to all that the rule receives, its state and its hyper-parameters. A hyper-parameter is a number, or a
+    tensor `[]`; one number per objective is a sequence, or a tensor `[m]`, which is copied. Input that is not finite
+    gives weights, and a state, that are not finite: keep the previous state, as `step` does. Off the CPU,
+    `solver="host"` computes on the host, with one copy there and one back; `"device"` stays.
 
     Attributes:
         view: a `View`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or one made of
-            these. It tells the engines what the rule needs, and so what a step costs. A function
-            `view(jacobian, *others, losses=None)`, which tells nothing, is given the rows.
+            these: what the rule needs, and so what a step costs. Any other function `view(jacobian, *others,
+            losses=None)` is given the rows.
         init: `init(view) -> state`, a pytree of tensors; `()` for a stateless rule.
         update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise
             weights.
-        on_host: whether `update` is to run on the host where the view stands on an accelerator: one copy there and one
-            back, for what would take more than some 40 launches. Not under transforms.
-        sensitivity: the largest norm that a row can add to the direction, whatever the rows; None: no such bound is
-            known. `noised` needs one.
-        takes: its name and the losses that it can take, where these are not all; `train_state` raises for others.
+        on_host: whether `update` is to run on the host if the view stands on an accelerator: one copy there and one
+            back, for more than some 40 launches. Not under transforms.
+        sensitivity: the largest norm that a row can add to the direction, whatever the rows, which `noised` needs; else
+            None.
+        takes: its name and the losses that it can take, if these are not all; `train_state` raises for others.
     """
 
     view: View | Callable[..., Any]
@@ -59,8 +65,7 @@ class Aggregation(NamedTuple):
 
     Attributes:
         direction: pytree like params, in their dtypes: the weighted sum of the rows.
-        weights: `[m]`, float64 of the rules of the package, else of the dtype that the rule returns; a dict of those of
-            groups; or a pytree like the Jacobian.
+        weights: `[m]`; a dict of those of groups; or a pytree like the Jacobian.
         state: the rule's state for the next call.
     """
 
@@ -82,8 +87,8 @@ def aggregate(
 
     Args:
         aggregator: the rule.
-        jacobian: pytree with leaves `[m, *p]`, float16, bfloat16, float32 or float64; or a `MultitaskJacobian`: the
-            rule weights `shared`, and `heads` is returned unchanged.
+        jacobian: pytree with floating-point leaves `[m, *p]`; or a `MultitaskJacobian`: the rule weights `shared`, and
+            `heads` is returned unchanged.
         state: the state that the last call returned; `None` for the rule's initial state.
         others: Jacobians of the same objectives on independent batches, for the rules that need `cross_gramian`.
         losses: the m values, for the rules that need `losses`.
@@ -95,7 +100,7 @@ def aggregate(
     Raises:
         TypeError: `aggregator` is not an `Aggregator`, or a leaf is not a floating-point tensor of rows.
         ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; a state of another rule, or for
-            another m; or the rule needs `others` or `losses` and they are missing.
+        another m; or the rule needs `others` or `losses` and they are missing.
 
     Guarantees:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.

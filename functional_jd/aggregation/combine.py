@@ -37,10 +37,9 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
 
     Args:
         jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
-        weights: `[m]`; or a pytree like the Jacobian. Its leaves are `[m]`, where the rows of a leaf, or all rows below
-            a key, have one weight each; or have as many dimensions as the leaf, each of its size or 1: `[m, *p]` is one
-            weight per entry. A leaf may be `AffineWeights(weights, rest)`, where `rest` `[*p]`, from earlier rows, is
-            added.
+        weights: `[m]`; or a pytree like the Jacobian. Its leaves are `[m]`, one weight for each row of a leaf, or of
+            all below a key; or have as many dimensions as the leaf, each of its size or 1: `[m, *p]` is one weight per
+            entry. A leaf may be `AffineWeights(weights, rest)`, whose `rest` `[*p]`, from earlier rows, is added.
 
     Returns:
         A pytree with leaves `[*p]` in the Jacobian's dtypes, summed in at least float32. For a `MultitaskJacobian` the
@@ -51,8 +50,8 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
 
     Guarantees:
         Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
-        Weights are rounded to the dtype of the sum: below float64, weights above 3e38 overflow, and those below 1e-38
-        vanish. Rules that balance rows of norms 1e-19 and 1e19 give such weights.
+        Below float64, weights above 3e38 overflow, and those below 1e-38 vanish, as for rows of norms 1e-19 and 1e19
+        that a rule balances.
 
     Example:
         >>> aggregation.combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))

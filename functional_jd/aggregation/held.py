@@ -25,7 +25,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
     """A rule, and a rule that repeats its last weights.
 
     The second needs no gradients: a step with it costs one weighted backward pass, whatever m. A rule that is taken
-    every k steps so costs a k-th of its price.
+    every k steps so costs a k-th of itself.
 
     Args:
         rule: any rule with weights `[m]`.
@@ -39,8 +39,8 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         TypeError, ValueError: `rule` is no rule with weights `[m]`; `repeated` without a state of `fresh`.
 
     Guarantees:
-        `fresh` is `rule`, bit for bit. `repeated` returns the state unchanged. Derivatives of the weights go on through
-        the state. Non-finite weights of the rule give a non-finite state: keep the previous one, as `step` does.
+        `fresh` is `rule`, bit for bit. `repeated` returns the state unchanged. Derivatives of the weights pass through
+        the state.
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.

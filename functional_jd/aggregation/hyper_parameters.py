@@ -38,17 +38,13 @@ def per_objective(
         name: the name of the argument, for errors.
         given: `[m]`, floating-point, or a sequence of numbers and of tensors `[]`. Copied: later changes to the tensor
             have no effect.
-        domain: the valid numbers; `None` for all.
+        domain: the valid numbers; `None` for all. They are not checked under a transform and on an accelerator: there
+            all are NaN if one is outside.
         default: the number per objective for `given=None`, as a function of m; `None` if numbers are required.
 
     Returns:
-        A function of a tensor with first dimension m, such as losses `[m]`, that returns the numbers, float64 `[m]`, on
-        its device. Differentiable with respect to `given`. All are NaN where those given are outside the domain but not
-        checked.
-
-    Raises:
-        TypeError, ValueError: no floating-point numbers `[m]`, m above 0; outside the domain (not checked under a
-            transform and on an accelerator); when called, not one per row.
+        A function of a tensor with first dimension m that returns the numbers, float64 `[m]`, on its device. It raises
+        ValueError unless there is one per row. Differentiable with respect to `given`.
     """
     if given is None and default is not None:
         value = default

@@ -21,7 +21,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
         view: the input of `weigh`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or
             one of these that is mapped: `gramian.map(f)` gives `f(G)`, at the cost of `gramian`.
         weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian for entrywise weights.
-        on_host: whether `weigh` is to run on the host where the view stands on an accelerator: one copy there and one
+        on_host: whether `weigh` is to run on the host if the view stands on an accelerator: one copy there and one
             back, for what would launch many small kernels.
 
     Returns:
@@ -48,21 +48,19 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
 def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
     """A rule that minimises a differentiable scalarization of the losses.
 
-    `weights_i = ds / dlosses_i`, so `direction = d s(losses(params)) / d params`
+    `weights_i = ds / dlosses_i`, so `direction = d s(losses(params)) / d params`; for `multitask` losses, that of the
+    trunk.
 
     Args:
         s: `s(losses [m]) -> scalar`, pure and differentiable. It receives the losses in float64.
 
     Returns:
-        A stateless rule that needs the losses only.
+        A stateless rule that needs the losses only. If `s` is undefined or not differentiable, the direction may be
+        infinite or NaN, but nothing raises.
 
     Raises:
         TypeError: `s` is not callable.
         ValueError: when called, `s` does not return a scalar.
-
-    Guarantees:
-        The direction is the gradient of `s(losses(params))`; for `multitask` losses, that of the trunk. Where `s` is
-        undefined or not differentiable, the direction may be infinite or NaN, but nothing raises.
 
     Example:
         >>> def worst():

@@ -15,17 +15,7 @@ def zero_rows(jacobian: Jacobian) -> Tree:
 
 
 def next_average(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) -> Tree:
-    """The next moving average: `keep rows_i + factors_i J_i`, in at least float32.
-
-    Args:
-        rows: pytree with leaves `[m, *p]`.
-        keep: float64 `[]`.
-        jacobian: pytree like `rows`.
-        factors: float64 `[m]`.
-
-    Returns:
-        A pytree like `rows`.
-    """
+    """The next moving average, `keep rows_i + factors_i J_i`: `keep` is float64 `[]`, `factors` `[m]`."""
 
     def average(old: Tensor, leaf: Tensor) -> Tensor:
         return keep.to(old.dtype) * old + per_row(factors, leaf).to(old.dtype) * leaf
@@ -34,16 +24,8 @@ def next_average(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) 
 
 
 def average_as_weights(rows: Tree, keep: Tensor, factors: Tensor, weights: Tensor) -> Tree:
-    """The sum `sum_i weights_i (keep rows_i + factors_i J_i)` of averages, as weights of the current rows J.
-
-    Args:
-        rows: pytree with leaves `[m, *p]`: the average before the current rows.
-        keep: float64 `[]`.
-        factors: float64 `[m]`.
-        weights: float64 `[m]`, of the averaged rows.
-
-    Returns:
-        A pytree like `rows` with `AffineWeights` in place of every leaf.
+    """The sum `sum_i weights_i (keep rows_i + factors_i J_i)` of averages, as weights of the current rows J: a pytree
+    like the `rows` before, with `AffineWeights` for every leaf.
     """
 
     def affine(leaf: Tensor) -> AffineWeights:

@@ -28,17 +28,15 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
 
     Args:
         rule: a rule that weights rows, not single entries.
-        fixed: weights by the names of objectives, as `objective_names` gives them: `{"kl": 0.1}`. Numbers or tensors
-            `[]`; any sign.
+        fixed: weights by the names of objectives, as `objective_names` gives them: `{"kl": 0.1}`; any sign.
 
     Returns:
-        A rule with the cost of `rule`, and its state. Weights float64 `[m]`, differentiable with respect to those that
-        are fixed.
+        A rule with the cost of `rule`, and its state.
 
     Raises:
         TypeError: `rule` is no rule, `fixed` no dict of numbers.
         ValueError: a rule by groups (take one in every group), nothing fixed; when called, an objective that `fixed`
-            names and the losses do not have, or no other; `aggregate` without losses; weights of single entries.
+        names and the losses do not have, or no other; `aggregate` without losses; weights of single entries.
 
     Guarantees:
         The weights of the others are those of `rule` without the fixed rows. Linear in `fixed`.

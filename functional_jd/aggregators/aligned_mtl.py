@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
 from functional_jd.core.arguments import check_option
 from functional_jd.core.safe import nonzero, order_of
 from functional_jd.core.types import Gramian, Weights
@@ -17,31 +14,28 @@ from functional_jd.solvers.spectral import inverse_root
 def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, solver: Solver = "host") -> Aggregator:
     """Combine the nearest system of orthogonal rows of equal length, weighted by the preference.
 
-    `weights = sqrt(s) G^(-1/2) u`, the inverse root on the range of G, with s a nonzero eigenvalue of G: then
-    `sqrt(s) G^(-1/2) J` is the orthogonal factor of the polar decomposition of J, times sqrt(s).
+    `weights = sqrt(s) G^(-1/2) u`, with s a nonzero eigenvalue of G and the inverse root on its range: `sqrt(s)
+    G^(-1/2) J` is the orthogonal factor of the polar decomposition of J, times sqrt(s).
 
     Args:
-        preference: u `[m]`, floating-point, not negative, with a positive entry; `None` means `1 / m`. It is copied.
-        scale_mode: which nonzero eigenvalue s is: `"min"` the smallest, `"median"` the (lower) median, `"rmse"` their
-            mean.
-        solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
+        preference: u `[m]`, not negative, one at least positive. Default: `1 / m` each.
+        scale_mode: the eigenvalue s: `"min"` the smallest, `"median"` the (lower) median, `"rmse"` their mean.
+        solver: `"host"` or `"device"`, which both synchronize.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64. First derivatives with respect to the Gramian are correct
-        where its rank is constant, also at repeated eigenvalues; where s itself is repeated, it has one-sided
-        derivatives only, and one of them is returned (except for "rmse"). Second derivatives are correct at full rank.
+        A rule that needs the Gramian. Derivatives with respect to it are right at constant rank, except that of a
+        repeated s, which is one-sided (not for "rmse"); second ones at full rank.
 
     Guarantees:
         Linear in the preference; homogeneous in the Jacobian. Equal to `constant(u)` for orthogonal rows of equal
         length. Linearly independent rows: `J direction = sqrt(s) G^(1/2) u`, and `|direction| = sqrt(s) |u|`.
-        Eigenvalues below `8 m eps` of the largest are treated as zero: dependent rows share one component. So do rows
-        whose lengths differ more than `1 / sqrt(8 m eps)` times, 1.7e7 for two rows and 5e6 for twenty: they count as
-        dependent even where they are orthogonal. A Jacobian of zeros gets weights 0. A non-finite Gramian gives NaN
-        weights. The eigenvalue decomposition synchronizes with the device.
+        Eigenvalues below `8 m eps` of the largest count as zero: dependent rows share one component, and so do rows
+        whose lengths differ more than `1 / sqrt(8 m eps)` times (1.7e7 for two rows). A Jacobian of zeros gets weights
+        0.
 
     Source:
-        Senushkin, Patakin, Kuznetsov, Konushin, Independent component alignment for multi-task learning, CVPR 2023,
-        algorithm 1 ("min"); "rmse" is the scale of its reference code.
+        Senushkin et al., Independent component alignment for multi-task learning, CVPR 2023, algorithm 1 ("min");
+        "rmse" is the scale of its code.
     """
     preference_of = preferences("preference", preference)
     check_option("scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')

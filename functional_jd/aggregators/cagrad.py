@@ -3,13 +3,9 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import equal_weights, gramian
+from functional_jd.aggregation import Aggregator, Gramian, Weights, equal_weights, gramian, runs_on_host, stateless
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import cosines
-from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.search import Solver
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
 

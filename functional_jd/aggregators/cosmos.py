@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import PREFERENCES, Numbers, per_objective
-from functional_jd.aggregation.lifts import scalarized_with
+from functional_jd.aggregation import PREFERENCES, Aggregator, Numbers, per_objective, scalarized_with
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import order_of
 
@@ -16,26 +14,20 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
     `s = u'L - lambda_ u'L / (|u| |L|)`
 
     Args:
-        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. A
-            number or a tensor `[]`. The paper uses 0.01 to 8.
-        weights: u `[m]`, the importance of each objective. For a whole front of solutions, draw new weights and build
-            the rule in every step.
+        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. The paper uses 0.01
+            to 8.
+        weights: u `[m]`, the importance of each objective. For a whole front, draw new weights in every step.
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign;
-        differentiable with respect to the losses, to `lambda_` and to `weights`.
+        A rule that needs the losses only. Weights of any sign.
 
     Guarantees:
-        `cosmos(0, u)` is `constant(u)`, as is every `cosmos` where the losses are a multiple of the weights. The
-        gradient of the reward is orthogonal to the losses: `weights'L = u'L`. If all losses are zero, the weights are
-        NaN.
+        Equal to `constant(u)` for `lambda_` 0, and if the losses are a multiple of the weights. The gradient of the
+        reward is orthogonal to the losses: `weights'L = u'L`. Losses that are all zero give NaN weights.
 
     Source:
-        Ruchte & Grabocka, Scalable Pareto front approximation for deep multi-objective learning, ICDM 2021,
-        arXiv 2103.13392: the loss with the cosine penalty.
-
-    Differences:
-        The paper also passes the weights to the model; here that is left to the losses.
+        Ruchte & Grabocka, Scalable Pareto front approximation for deep multi-objective learning, ICDM 2021, arXiv
+        2103.13392: the loss with the cosine penalty. The paper also passes the weights to the model.
     """
     reward = number("lambda_", lambda_, NOT_NEGATIVE, "Use 0 for no reward.")
     u = per_objective("weights", weights, PREFERENCES)

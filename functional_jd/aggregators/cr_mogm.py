@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.aggregation import Aggregator, Tree, Weights, check_rule
 from functional_jd.core.arguments import BELOW_1, Number, number
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.core.types import Tree, Weights
 
 
 class CrMogmState(NamedTuple):
@@ -32,25 +31,19 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
 
     Args:
         rule: any rule, `grouped(...)` and stateful ones included.
-        momentum: weight of the previous average, in [0, 1); a number or a tensor `[]`.
+        momentum: weight of the previous average, in [0, 1).
 
     Returns:
-        A rule with the view and the cost of `rule`. Weights in the shape and dtype of the rule's, differentiable as
-        those are, and with respect to the state and to `momentum`.
+        A rule with the view and the cost of `rule`, and weights in their shape and dtype.
 
     Guarantees:
-        With momentum 0, and in the first call, equal to the rule, bit for bit. Constant weights stay the same, bit for
-        bit. The weights lie in every convex set that the rule's lie in, such as the simplex. After the first call they
-        are those of earlier rows too, and may conflict with the new ones, also around a rule that does not. Degenerate
-        Jacobians are those of the rule. Non-finite weights of the rule give a non-finite state: keep the previous one,
-        as `step` does.
+        With momentum 0, with constant weights, and in the first call, equal to the rule, bit for bit. The weights lie
+        in every convex set that the rule's lie in, such as the simplex. They are those of earlier rows too, and may
+        conflict with the new ones, also if the rule never does.
 
     Source:
         Zhou et al., On the convergence of stochastic multi-objective gradient manipulation and beyond, NeurIPS 2022:
-        the composite weights of CR-MOGM.
-
-    Differences:
-        The momentum is constant; the paper lets it grow towards 1 as the learning rate falls.
+        the composite weights of CR-MOGM, with a constant momentum; the paper lets it grow towards 1.
     """
     check_rule(rule)
     keep = number("momentum", momentum, BELOW_1, "The default is 0.9.")

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation import Aggregator, jacobian_and_losses
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
-from functional_jd.aggregation.views import jacobian_and_losses
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless
 from functional_jd.core.tree import tree_leaves
@@ -35,20 +34,18 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
     `direction = sum_i (max_j |Y_j| / |Y_i|) Y_i`.
 
     Args:
-        beta: weight of the previous average, in [0, 1); a number or a tensor `[]`.
-        beta_sigma: exponent of its decay over the calls, not negative; 0 keeps it constant. A number or a tensor `[]`.
+        beta: weight of the previous average, in [0, 1).
+        beta_sigma: exponent of its decay over the calls, not negative; 0 keeps it constant.
 
     Returns:
-        A rule that needs the full Jacobian and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
-        weights are a pytree like the Jacobian with leaves `AffineWeights`: the weights of the current rows, and the
-        term from earlier rows. Differentiable with respect to Jacobian, losses, state, `beta` and `beta_sigma` where
-        the longest row is unique.
+        A rule that needs the full Jacobian and the losses. Its weights are a pytree like the Jacobian with leaves
+        `AffineWeights`: weights of the current rows, and the term from earlier rows. Differentiable where the longest
+        row is unique.
 
     Guarantees:
-        Invariant to the unit of a loss: to multiplying loss and row by c, in all calls; for rows in float32 or less, as
-        long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38 and 3e38. Homogeneous in the Jacobian alone. A row
-        whose average is zero gets weight 0. With beta 0 there is no memory. Losses must be positive: otherwise the
-        direction is NaN. Non-finite input gives a non-finite state: keep the previous one, as `step` does.
+        Invariant to the unit of a loss; below float64 as long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38
+        and 3e38. Homogeneous in the Jacobian. A row whose average is zero gets weight 0. With beta 0 there is no
+        memory. Losses must be positive: else the direction is NaN.
 
     Source:
         Lin et al., Dual-balancing for multi-task learning, arXiv 2308.12029: algorithm 1.

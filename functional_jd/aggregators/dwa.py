@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import losses
+from functional_jd.aggregation import Aggregator, losses
 from functional_jd.core.arguments import POSITIVE, Number, check_type, number
 from functional_jd.core.safe import divide, nonzero
 
@@ -33,21 +32,18 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
     """Weight each loss by its ratio between the last two epochs.
 
     `weights = m softmax(r / temperature)`, with `r_i = A_i(e - 1) / A_i(e - 2)` and A(e) the mean losses of epoch e; in
-    the first two epochs `r = 1`. Every call adds its losses to the mean of the current epoch, which
-    `dwa_end_epoch` ends.
+    the first two epochs `r = 1`. Every call adds its losses to the mean of the epoch, which `dwa_end_epoch` ends.
 
     Args:
-        temperature: larger values give more uniform weights; positive. A number or a tensor `[]`. The paper uses 2.
+        temperature: larger values give more uniform weights; positive. The paper uses 2.
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive,
-        with sum m; constant in the losses of the call itself, differentiable with respect to the state and to
-        `temperature`.
+        A rule that needs the losses only. Weights are positive with sum m, and constant in the losses of the call
+        itself.
 
     Guarantees:
-        Equal to `total()` in the first two epochs, and where all losses decrease by the same factor. Invariant to the
-        unit of a loss. Losses should keep their sign; a mean of zero is treated as unchanged. Non-finite losses give a
-        non-finite state: keep the previous one.
+        Equal to `total()` in the first two epochs, and if all losses decrease by the same factor. Invariant to the unit
+        of a loss. Losses should keep their sign; a mean of zero is treated as unchanged.
 
     Source:
         Liu, Johns & Davison, End-to-end multi-task learning with attention, CVPR 2019, equation 7.
@@ -77,16 +73,13 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
 def dwa_end_epoch(state: DwaState) -> DwaState:
     """End an epoch of `dwa`: its mean losses become those of the previous epoch.
 
-    `ratio <- average' / average`, `average' = total / calls`
+    `ratio <- average' / average`, `average' = total / calls`. Without a call in the epoch, nothing changes.
 
     Args:
         state: the rule's state after the last call of the epoch.
 
     Returns:
         The state for the next epoch.
-
-    Guarantees:
-        Pure. Without a call in the epoch, the state does not change, bit for bit.
     """
     check_type("state", state, DwaState, "Pass the state.aggregator of a rule dwa().")
     empty = state.calls == 0

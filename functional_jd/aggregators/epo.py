@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, runs_on_host
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian, with_losses
+from functional_jd.aggregation import Aggregator, Numbers, gramian, per_objective, runs_on_host, stateless, with_losses
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless, order_of, with_nan_of
 from functional_jd.core.types import Gramian, Weights
@@ -20,8 +17,8 @@ _LARGEST = 2.0**-40
 def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host") -> Aggregator:
     """Approach the Pareto optimal solution where `u_1 L_1 = u_2 L_2 = ...`, also on concave parts of the front.
 
-    With shares `s = u L / sum(u L)`, their distance from uniform is `mu = sum_i s_i log(m s_i)`, and
-    `a_i = u_i (log(m s_i) - mu)`. Weights lie in the simplex, and solve a linear program: while `mu > tolerance`,
+    With shares `s = u L / sum(u L)`, their distance from uniform is `mu = sum_i s_i log(m s_i)`, and `a_i = u_i (log(m
+    s_i) - mu)`. Weights lie in the simplex, and solve a linear program: while `mu > tolerance`,
 
     `max w'G a`, subject to `(G w)_i >= 0` for the largest u_i L_i, and `(G w)_i >= (G a)_i` where that is not positive
 
@@ -32,29 +29,28 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
     so that all losses fall and the proportions stay, or suffer as little as possible.
 
     Args:
-        preference: u `[m]`, positive: twice the weight asks for half the loss. Its size counts in a, as in the
-            paper: weights that sum to one are usual.
-        tolerance: the distance mu at which the proportions are right; not negative. A number or a tensor `[]`. Two
-            losses are then right to about `sqrt(2 mu)`: 1.4 % at 1e-4, .14 % at 1e-6.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        preference: u `[m]`, positive: twice the weight means half the loss. Its size counts in a, as in the paper:
+            weights that sum to one are usual.
+        tolerance: the distance mu at which the proportions are right; not negative. Two losses are then right to about
+            `sqrt(2 mu)`: 1.4 % at 1e-4.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian and the losses. Weights `[m]`, float64, in the simplex; they are a vertex of a
-        polytope, so that they jump. Differentiable with respect to the Gramian, and to losses and preference where
-        they enter the constraints.
+        A rule that needs the Gramian and the losses. Weights are a vertex of a polytope, so that they jump;
+        differentiable where losses, preference and Gramian enter the constraints.
 
     Guarantees:
-        The weights stay the same when the Jacobian is scaled. Negative losses, and a non-finite Gramian, give NaN
-        weights; losses that are all zero count as being in proportion. It may conflict with the losses that are small
-        enough. Where the search does not end, weights are NaN: in 1 of 10 of problems with 128 rows and condition 1e7.
+        The weights stay the same when the Jacobian is scaled. Negative losses give NaN weights; losses that are all
+        zero count as being in proportion. It may conflict with losses that are small enough. If the search does not
+        end, weights are NaN: in 1 of 10 problems with 128 rows and condition 1e7.
 
     Source:
-        Mahapatra & Rajan, Multi-task learning with user preferences: gradient descent with controlled ascent in Pareto
-        optimization, ICML 2020, algorithm 1; the programs are those of the authors' code.
+        Mahapatra & Rajan, Multi-task learning with user preferences, ICML 2020, algorithm 1; the programs are those of
+        the authors' code.
 
     Differences:
-        Where no weights meet the last constraint of the second program, the reference code fails; here they miss it by
-        the least amount. The reference code multiplies the weights by m.
+        If no weights meet the last constraint of the second program, the authors' code fails; here they miss it by the
+        least amount. That code multiplies the weights by m.
     """
     u = per_objective("preference", preference, POSITIVE)
     tolerance = number("tolerance", tolerance, NOT_NEGATIVE, "The default is 1e-4.")

@@ -6,14 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.moving_average import zero_rows
-from functional_jd.aggregation.views import full_jacobian
+from functional_jd.aggregation import Aggregator, Jacobian, Tree, full_jacobian, zero_rows
 from functional_jd.core.arguments import POSITIVE, Number, check_integer, number
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.safe import nonzero
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
-from functional_jd.core.types import Jacobian, Tree
 
 
 class ExcessMtlState(NamedTuple):
@@ -39,28 +36,26 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
     sum of all squares so far (Adagrad's diagonal), and the baseline B is the mean E of the warm-up.
 
     Args:
-        rate: step size of the log-weights, dimensionless; positive. A number or a tensor `[]`.
-        n_warmup: number of initial calls that only set the baseline; the weights stay uniform. The paper uses three
-            epochs. For 0, the first call sets the baseline, and its own exponent is `rate E_i`.
+        rate: step size of the log-weights, dimensionless; positive.
+        n_warmup: number of initial calls that only set the baseline, with uniform weights. The paper uses three epochs.
+            For 0, the first call sets the baseline, and its own exponent is `rate E_i`.
 
     Returns:
-        A rule that needs the full Jacobian. Its weights, float64 `[m]`, lie in the simplex; differentiable with respect
-        to Jacobian, state and `rate` (the derivative is zero for entries that were always zero, where `|J_ip|` has a
-        kink).
+        A rule that needs the full Jacobian. Weights lie in the simplex. The derivative is zero for entries that were
+        always zero, where `|J_ip|` has a kink.
 
     Guarantees:
-        With a warm-up, the weights are invariant to scaling each row by a factor that is the same in all calls; no
-        squares are formed, so norms of any size are allowed. A row of zeros has risk 0; its first nonzero risk becomes
-        its baseline. Equal or opposite rows get equal weights; a single row gets weight 1. A non-finite Jacobian gives
-        a non-finite state: keep the previous one, as `step` does.
+        With a warm-up, invariant to scaling each row by a factor that is the same in all calls. No squares are formed,
+        so that norms of any size are allowed. A row of zeros has risk 0; its first nonzero risk becomes its baseline.
+        Equal or opposite rows get equal weights.
 
     Source:
-        He et al., Robust multi-task learning with excess risks, ICML 2024: equations 6 and 7 (the risk), 9 (the
-        weights), section 3.2 (the baseline), appendix C.1 (the warm-up).
+        He et al., Robust multi-task learning with excess risks, ICML 2024: equations 6, 7 and 9, section 3.2 (the
+        baseline), appendix C.1 (the warm-up).
 
     Differences:
-        The reference code adds 1e-7 under the root and to the baseline; here a row without a baseline is not divided.
-        As in the reference code, and unlike the paper, the first call without a warm-up is not normalised.
+        The authors' code adds 1e-7 under the root and to the baseline. As there, and unlike the paper, the first call
+        without a warm-up is not normalised.
     """
     rate = number("rate", rate, POSITIVE, "The default is 1.")
     check_integer("n_warmup", n_warmup, 0, "Use 0 for no warm-up.")

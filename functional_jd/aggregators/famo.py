@@ -5,12 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import loss_count
+from functional_jd.aggregation import Aggregator, Losses, loss_count
 from functional_jd.aggregation.views import losses as losses_view
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, check_type, number
 from functional_jd.core.safe import sqrt_or_zero
-from functional_jd.core.types import Losses
 
 _BETAS = (0.9, 0.999)
 # Adam's epsilon; gradients are dimensionless here, of the order of relative changes of the losses.
@@ -42,30 +40,28 @@ class FamoState(NamedTuple):
 def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
     """Weight the log losses, and lower the logits of those that decreased more than the others.
 
-    `s = c sum_i z_i log L_i`, with `z = softmax(logits)` and c, a constant, such that the weights sum to one:
-    `weights = softmax(logits - log L)`. The logits start at 0 and take an Adam step along
-    `(dz/dlogits)' (log L_before - log L_after) + decay logits`.
+    `s = c sum_i z_i log L_i`, with `z = softmax(logits)` and c, a constant, such that the weights sum to one: `weights
+    = softmax(logits - log L)`. The logits start at 0 and take an Adam step along `(dz/dlogits)' (log L_before - log
+    L_after) + decay logits`.
 
     Args:
-        rate: learning rate of the logits, not negative. A number or a tensor `[]`. The paper uses 0.025.
-        decay: weight decay of the logits; not negative. A number or a tensor `[]`.
+        rate: learning rate of the logits, not negative. The paper uses 0.025.
+        decay: weight decay of the logits; not negative.
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Its weights, float64 `[m]`, lie in
-        the simplex; differentiable with respect to losses, c included, state, `rate` and `decay`.
+        A rule that needs the losses only. Weights lie in the simplex.
 
     Guarantees:
         The logits are updated at the beginning of the next call. Pass the losses after the step, on the same batch, to
-        `famo_after_step`, as the paper does; without it the losses of the next call are used: from another batch, hence
-        noisier, but without a further forward pass. Invariant to the unit of the losses, up to the rounding of their
-        logarithms. Losses must be positive: otherwise weights and state are not finite; keep the previous state.
+        `famo_after_step`, as the paper does. Without it the losses of the next call are used: noisier, as from another
+        batch, but without a further forward pass. Invariant to the unit of the losses. Losses must be positive.
 
     Source:
         Liu, Feng, Stone & Liu, FAMO: fast adaptive multitask optimization, NeurIPS 2023, arXiv 2306.03792, algorithm 1;
-        the paper's code for Adam.
+        the authors' code for Adam.
 
     Differences:
-        No 1e-8 is added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the paper's code has 1e-5.
+        No 1e-8 is added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the authors' code has 1e-5.
 
     Example:
         >>> losses = lambda params: (params - torch.tensor([1.0, -1.0])).square()
@@ -103,11 +99,8 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
         losses: the losses after the step: a tensor or pytree with m elements in leaf order.
 
     Returns:
-        The state for the next call.
-
-    Guarantees:
-        Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
-        batch, the state does not change.
+        The state for the next call. Only the first measurement after a call counts: after a skipped step, whose losses
+        belong to another batch, the state does not change.
     """
     check_type("state", state, FamoState, "Pass the state.aggregator of a rule famo().")
     m = loss_count(losses)

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation import Aggregator, scalarized
 from functional_jd.core.arguments import POSITIVE
 
 
@@ -13,13 +12,11 @@ def geometric_mean() -> Aggregator:
     `s = (prod_i L_i)^(1/m)`, so `weights_i = s / (m L_i)`
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
-        differentiable with respect to the losses.
+        A rule that needs the losses only.
 
     Guarantees:
-        The unit of a loss affects only the length of the direction: multiplying `L_i` by c multiplies the direction by
-        `c^(1/m)`. A single loss has weight 1. Losses must be positive: otherwise weights are not finite. A loss that
-        approaches zero takes all the weight, and the others stay where they are.
+        The unit of a loss affects only the length of the direction: multiplying `L_i` by c multiplies it by `c^(1/m)`.
+        Losses must be positive. A loss that approaches zero takes all the weight, and the others stay where they are.
 
     Source:
         Chennupati, Sistu, Yogamani & Rawashdeh, MultiNet++, CVPR workshops 2019: the geometric loss strategy.

@@ -6,15 +6,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, per_objective
-from functional_jd.aggregation.views import jacobian_entries
+from functional_jd.aggregation import Aggregator, Jacobian, Numbers, Weights, jacobian_entries, per_objective
 from functional_jd.core.arguments import FROM_0_TO_1
 from functional_jd.core.rows import per_row
 from functional_jd.core.safe import nonzero
 from functional_jd.core.sharding import positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_unflatten
-from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
 from functional_jd.random.keys import check_key, draw_at
 
@@ -27,26 +24,20 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        leak: `[m]`, floating-point, from 0 to 1: the weight of dropped entries; `None` means 0. It is
-            copied.
+        leak: `[m]`, from 0 to 1: the weight of dropped entries. Default: 0.
 
     Returns:
         A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
-        derivative with respect to it is 0, which is correct where no sign changes; differentiable with respect to the
-        leak. Its state is the key of the next call, int64 `[2]`, on the Jacobian's device.
+        derivative with respect to it is 0, which is right where no sign changes. Its state is the next key.
 
     Guarantees:
         The same state gives the same random numbers on every device and under every transform, for a tree and for its
-        flattened rows; the key advances at every call. Without a leak the expected direction is `total()`, up to 2^-24;
-        with a leak of ones it is `total()`. Entries on which all rows agree are never dropped. Scale-equivariant. Rows
-        of zeros have no effect. An entry with a non-finite row is not finite.
+        flattened rows. Without a leak the expected direction is `total()`, up to 2^-24; with a leak of ones it is
+        `total()`. Entries on which all rows agree are never dropped. Scale-equivariant. Rows of zeros have no effect.
 
     Source:
         Chen et al., Just pick a sign: gradient sign dropout, NeurIPS 2020, arXiv 2010.06808, equations 1 and 2, lines
-        10 to 15 of algorithm 1, with f the identity.
-
-    Differences:
-        U = P gives the negative sign, where the paper drops both: so an entry without conflict is never dropped.
+        10 to 15 of algorithm 1, with f the identity. `U = P` gives the negative sign here; the paper drops both.
     """
     check_key(key)
     leak_of = per_objective("leak", leak, FROM_0_TO_1, default=lambda _: 0.0)

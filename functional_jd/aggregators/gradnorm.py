@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import norms_and_losses
+from functional_jd.aggregation import Aggregator, norms_and_losses
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless, nonzero, with_nan_of
 
@@ -32,33 +31,30 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
     """Give slowly training objectives larger weighted gradient norms, by one gradient step on the weights per call.
 
     `L = sum_i | N_i - mean(N) r_i^alpha |` with the weighted norms `N_i = w_i |g_i|` and the relative inverse training
-    rates `r_i = q_i / mean(q)`, `q_i = loss_i / loss_i(0)`, the target constant to derivatives; `w = m softmax(s)`,
-    `s <- s - rate / mean(N) dL/ds` after the weights are used; s starts at 0.
+    rates `r_i = q_i / mean(q)`, `q_i = loss_i / loss_i(0)`, the target constant to derivatives; `w = m softmax(s)`, `s
+    <- s - rate / mean(N) dL/ds` after the weights are used; s starts at 0.
 
     Args:
-        alpha: strength of the pull to a common rate of training; not negative, 0 for equal norms. A number or a tensor
-            `[]`.
-        rate: learning rate of the logits, dimensionless; positive. A number or a tensor `[]`.
+        alpha: strength of the pull to a common rate of training; not negative, 0 for equal norms.
+        rate: learning rate of the logits, dimensionless; positive.
 
     Returns:
-        A rule that needs the norms of the rows and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
-        weights, float64 `[m]`, are positive with sum m; differentiable with respect to Jacobian, losses, state, `alpha`
-        and `rate` where no norm equals its target.
+        A rule that needs the norms of the rows and the losses. Weights are positive with sum m; differentiable where no
+        norm equals its target.
 
     Guarantees:
-        The first direction is `total()`. The weights are invariant to scaling the Jacobian, and to the unit of a loss
-        that is the same in all calls. Norms at their targets stay there (the sign is linear within 2^-40, against
-        rounding); a single row keeps weight 1. A row of zeros contributes no gradient: its weight changes only through
-        the softmax. Losses must be positive at the start and not negative later: otherwise the direction is NaN.
-        Non-finite input gives a non-finite state: keep the previous one, as `step` does.
+        The first direction is `total()`. Invariant to scaling the Jacobian, and to the unit of a loss. Norms at their
+        targets stay there (the sign is linear within 2^-40, against rounding). The weight of a row of zeros changes
+        only through the softmax. Losses must be positive at the start and not negative later: else the direction is
+        NaN.
 
     Source:
         Chen, Badrinarayanan, Lee & Rabinovich, GradNorm, ICML 2018, arXiv 1711.02257: equations 1 and 2, algorithm 1.
 
     Differences:
-        A softmax keeps the weights positive and their sum m, as in LibMTL, where the paper renormalises weights that a
-        step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
-        all parameters; those of the last shared layer, as in the paper: `aggregation.from_part(gradnorm(), ["layer"])`.
+        A softmax keeps the weights positive and their sum m, as in LibMTL; the paper renormalises weights that a step
+        may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of all
+        parameters; those of the last shared layer, as in the paper: `aggregation.from_part(gradnorm(), ["layer"])`.
     """
     alpha = number("alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")
     rate = number("rate", rate, POSITIVE, "The default is 0.025.")

@@ -5,15 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Solver, Weights, gramian, random_visit_orders, runs_on_host
 from functional_jd.core.arguments import FROM_0_TO_1, Number, number
 from functional_jd.core.safe import cosines, nonzero, sqrt_or_zero, with_nan_of
-from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.random.keys import check_key
-from functional_jd.solvers.search import Solver
 
 # Smallest distance of targets from +-1: G does not resolve rows that are closer to parallel or opposite.
 _MARGIN = 2.0**-40
@@ -35,34 +31,29 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
     """Move every row towards each row whose cosine with it is below a target, then sum the rows.
 
     `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i, with cosine
-    c of p_i and g_j: where c is less than the target t_ij,
-    `p_i <- p_i + |p_i| / |g_j| (t_ij sqrt(1 - c^2) / sqrt(1 - t_ij^2) - c) g_j`, which makes their cosine t_ij;
-    everywhere `t_ij <- (1 - beta) t_ij + beta c`, for the next call.
+    c of p_i and g_j: where c is less than the target t_ij, `p_i <- p_i + |p_i| / |g_j| (t_ij sqrt(1 - c^2) / sqrt(1 -
+    t_ij^2) - c) g_j`, which makes their cosine t_ij; everywhere `t_ij <- (1 - beta) t_ij + beta c`, for the next call.
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        beta: weight of new cosines in the targets, which start at 0; from 0 to 1. A number or a tensor
-            `[]`.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        beta: weight of new cosines in the targets, which start at 0; from 0 to 1.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian,
-        the targets and `beta` where no cosine equals its target or +-1. Its state is `GradVacState(key, targets)`.
+        A rule that needs the Gramian. Weights are at least 1; differentiable where no cosine equals its target or +-1.
 
     Guarantees:
-        A projected row whose angle with the next one is within 1e-6 of opposite is cancelled. The same state gives the
-        same random orders on every device and under every transform; the key advances at every call. The first call,
-        and every call with `beta=0`, is `pcgrad` with the same key, to 1e-6 of a row that is cancelled so.
-        Scale-equivariant; scaling rows does not change the targets. A row of zeros, or one that has been cancelled, has
-        cosine 0 with all rows and affects its targets only. A single row gets weight 1. A non-finite Gramian gives NaN
-        weights.
+        A projected row within 1e-6 of opposite to the next one is cancelled. The same state gives the same random
+        orders on every device and under every transform. The first call, and every call with `beta=0`, is `pcgrad` with
+        the same key. Scale-equivariant; scaling rows does not change the targets. A row of zeros, or one that was
+        cancelled, has cosine 0 with all rows and affects its targets only.
 
     Source:
         Wang, Tsvetkov, Firat & Cao, Gradient vaccine, ICLR 2021, arXiv 2010.05874, equations 2 and 3, algorithm 1.
 
     Differences:
-        Targets are clamped to a distance of 2^-40 from +-1. The reference code adds 1e-8 to the denominators instead,
-        and so depends on the scale. One group of parameters; for more, see `grouped`.
+        Targets are clamped to a distance of 2^-40 from +-1; the authors' code adds 1e-8 to the denominators, and so
+        depends on the scale. One group of parameters; for more, see `grouped`.
     """
     check_key(key)
     beta = number("beta", beta, FROM_0_TO_1, "0 never learns, 1 uses the last call.")

@@ -5,12 +5,9 @@ from typing import Any
 
 import torch
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.groups import view_of_groups
-from functional_jd.aggregation.views import View, as_view
+from functional_jd.aggregation import Aggregator, Tree, View, Weights, as_view, view_of_groups
 from functional_jd.core.arguments import check_mapping, is_size
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.core.types import Tree, Weights
 
 
 def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] | None = None) -> Aggregator:
@@ -26,10 +23,9 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
             has a row of zeros there, which stops `mgda` and `cagrad`, and counts in the mean of `upgrad`.
 
     Returns:
-        A rule that receives, for every group, what the group's rule does, and costs what these cost together: one
-        backward pass for groups whose rules need no gradients and are one rule, inner products by group, or rows, which
-        groups inside a group have always. Its weights
-        are a dict of the groups' weights, `[m]` or entrywise, its state the dict of the groups' states.
+        A rule with the costs of its rules together: one backward pass for groups whose rules need no gradients and are
+        one rule, inner products by group, or rows, which groups inside a group have always. Its weights and its state
+        are dicts of those of the groups.
 
     Raises:
         TypeError: a value of `rules` is not an `Aggregator`; when called, params that are not a dict.
@@ -39,13 +35,12 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
         UserWarning: where training starts, a loss with a row of zeros in a group whose rule needs the Gramian.
 
     Guarantees:
-        The direction of one group does not depend on the others' rows. With one group it is the group's rule. The laws
-        of the rules (non-conflicting, scale-equivariant) hold group by group. `cr_mogm(grouped(...))` averages all
-        weights, `grouped({key: cr_mogm(...)})` those of one group.
+        The direction of one group does not depend on the others' rows. The laws of the rules (non-conflicting,
+        scale-equivariant) hold group by group. `cr_mogm(grouped(...))` averages all weights, `grouped({key:
+        cr_mogm(...)})` those of one group.
 
     Source:
-        The granularities of Wang et al., Gradient vaccine, ICLR 2021 (encoder and decoder, layers, matrices), for any
-        rule.
+        The granularities of Wang et al., Gradient vaccine, ICLR 2021 (encoder and decoder, layers), for any rule.
 
     Example:
         >>> rule = grouped({"trunk": upgrad(), "head": mean()})

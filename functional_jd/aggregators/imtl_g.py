@@ -3,13 +3,8 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Solver, Weights, gramian, runs_on_host, stateless
 from functional_jd.core.safe import cosines
-from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
 # Projections and sums of weights below these fractions of their terms are rounding.
@@ -19,32 +14,25 @@ _VANISHING, _CANCELLED = 1e-10, 1e-13
 def imtl_g(*, solver: Solver = "host") -> Aggregator:
     """Weights that sum to one, for a direction with equal projections on all rows.
 
-    `weights = v / sum(v)` with `v = G^+ norms`. For independent rows that is `v = C^-1 1 / norms`, C the cosines, which
-    is accurate however different the norms are.
+    `weights = v / sum(v)` with `v = G^+ norms`. For independent rows that is `v = C^-1 1 / norms`, C the cosines.
 
     Args:
-        solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
+        solver: `"host"` or `"device"`, which both synchronize.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, of any sign; differentiable with respect to the Gramian
-        where its rank is constant.
+        A rule that needs the Gramian. Weights of any sign; differentiable where the rank of the Gramian is constant.
 
     Guarantees:
         Linearly independent rows: `<direction, g_i> / |g_i|` is `1 / sum(v)` for all i; if that is negative, the
-        direction conflicts with all rows. Scaling one row changes the length only. Homogeneous in the Jacobian. Rows of
-        zeros get weight 0. Dependent rows: equal in the least-squares sense, for comparable norms; there the direction
-        may turn round when a row is scaled. All weights are 0
-        where no direction has equal projections (opposite rows, zeros), or v sums to zero. A non-finite Gramian gives
-        NaN weights. The eigenvalue decompositions, which a Cholesky factor replaces on a CPU where the rows are
-        well-conditioned, synchronize with the device.
+        direction conflicts with all rows. Scaling one row changes the length only. Dependent rows: equal in the
+        least-squares sense, for comparable norms; the direction may turn round when a row is scaled. Homogeneous in the
+        Jacobian. Rows of zeros get weight 0. All weights are 0 if no direction has equal projections (opposite rows,
+        zeros), or v sums to zero.
 
     Source:
-        Liu et al., Towards impartial multi-task learning, ICLR 2021, section 3.1, the closed form of gradient balance;
-        with the pseudo-inverse, for dependent rows: Quinton & Rey, arXiv 2406.16232, appendix on existing aggregators.
-
-    Differences:
-        The threshold for a zero sum is relative to its terms; in the reference code it is 1e-12, which excludes rows
-        longer than 1e12.
+        Liu et al., Towards impartial multi-task learning, ICLR 2021, section 3.1; with the pseudo-inverse, for
+        dependent rows: Quinton & Rey, arXiv 2406.16232, appendix. A zero sum is relative to its terms here; in the
+        authors' code it is 1e-12.
     """
 
     def weigh(G: Gramian) -> Weights:

@@ -2,39 +2,32 @@
 
 import torch
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Weights, gramian, stateless
 from functional_jd.core.arguments import check_integer
 from functional_jd.core.safe import with_nan_of
-from functional_jd.core.types import Gramian, Weights
 
 
 def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
     """The mean of the rows that are closest to their neighbours, robust to some arbitrarily wrong rows.
 
-    `score_i = sum |g_i - g_j|^2` over the `m - n_byzantine - 2` rows g_j, j != i, that are closest to g_i;
-    `weights_i = 1 / n_selected` for the `n_selected` lowest scores, else 0.
+    `score_i = sum |g_i - g_j|^2` over the `m - n_byzantine - 2` rows g_j, j != i, that are closest to g_i; `weights_i =
+    1 / n_selected` for the `n_selected` lowest scores, else 0.
 
     Args:
         n_byzantine: number of rows that may be wrong, at least 0.
         n_selected: number of rows to average, at least 1; 1 is Krum, more is Multi-Krum.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64; their derivatives are 0, which is correct where no two
-        scores are equal.
+        A rule that needs the Gramian. Derivatives are 0, which is right where no two scores are equal.
 
     Guarantees:
-        Equivariant under rotation and scaling of all rows, and under translation up to rounding: squared distances come
-        from the Gramian, to 1e-15 of the squared norms, so that rows are told apart if they differ by more than 1e-7 of
-        their norms. Equal to `mean()` for `n_selected = m`. Of equal scores, those of the first rows are selected. A
-        non-finite Gramian gives NaN weights. The paper's guarantee holds for `m > 2 n_byzantine + 2`.
+        Equivariant under rotation, scaling and translation of all rows, up to rounding: rows are told apart if they
+        differ by more than 1e-7 of their norms. Equal to `mean()` for `n_selected = m`. Equal scores are taken in the
+        order of the rows. The paper's guarantee holds for `m > 2 n_byzantine + 2`.
 
     Source:
-        Blanchard, El Mhamdi, Guerraoui & Stainer, Machine learning with adversaries, NeurIPS 2017, section 4.
-
-    Differences:
-        Scores add up squared distances, as in the paper; the reference code adds up distances.
+        Blanchard, El Mhamdi, Guerraoui & Stainer, Machine learning with adversaries, NeurIPS 2017, section 4. Scores
+        add up squared distances, as in the paper; the authors' code adds up distances.
     """
     check_integer("n_byzantine", n_byzantine, 0, "It counts rows.")
     check_integer("n_selected", n_selected, 1, "It counts rows.")

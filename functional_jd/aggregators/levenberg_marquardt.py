@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import gramian_and_losses
+from functional_jd.aggregation import Aggregator, Gramian, Weights, gramian_and_losses
 from functional_jd.core.arguments import POSITIVE, Number, number
 from functional_jd.core.safe import divide
-from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.spectral import damped_weights
 
 _View = tuple[Gramian, Tensor]
@@ -39,26 +37,22 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     `lambda <- lambda nu`, `nu <- 2 nu`, where nu starts from 2 after every step with `q > 0`.
 
     Args:
-        damping: the first damping, in the unit of a squared gradient; positive. A number or a tensor `[]`.
+        damping: the first damping, in the unit of a squared gradient; positive.
 
     Returns:
-        A rule that needs the Gramian and the losses: `aggregate(rule, jacobian, state, losses=residuals)`. Weights
-        `[m]`, float64, of any sign; differentiable with respect to Jacobian, residuals, state and `damping` where q is
-        not zero.
+        A rule that needs the Gramian and the losses, which are the residuals. Weights of any sign; differentiable where
+        q is not zero.
 
     Guarantees:
-        The prediction is that of a step with learning rate 1 on the same residuals: take
-        `line_search(sgd(1.0), [1.0, 0.0])`, and the whole batch in every step. Rate 0 is the step that is taken back,
-        so that this is the classical method; with shorter rates in its place, a step that fails is shortened. With
-        `sgd(1.0)` alone it stays, the next ones are shorter, and a bad start may not be made good. The damping stays
-        above the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can grow again, and below
-        `eps^-1/2` of it: where residuals are at rounding every step fails, and points may change after that.
+        The prediction is that of a step with learning rate 1 on the same residuals: take `line_search(sgd(1.0), [1.0,
+        0.0])`, and the whole batch in every step. Rate 0 takes a step back that fails, as in the classical method;
+        shorter rates would shorten it. With `sgd(1.0)` alone it stays, the next ones are shorter, and a bad start may
+        not be made good.
+        The damping stays between the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can
+        grow again, and `eps^-1/2` of that entry: where residuals are at rounding every step fails.
 
     Source:
         Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.
-
-    Differences:
-        From Levenberg-Marquardt in solvers: a step is evaluated before it is taken only in a line search.
     """
     damping = number("damping", damping, POSITIVE, "The default is 1e-3.")
 

@@ -1,8 +1,6 @@
 """Mean: equal weights that sum to one."""
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import equal_weights
+from functional_jd.aggregation import Aggregator, equal_weights, stateless
 
 
 def mean() -> Aggregator:

@@ -2,45 +2,34 @@
 
 import torch
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Solver, Weights, gramian, runs_on_host, stateless
 from functional_jd.core.safe import cosines
-from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.solvers.search import Solver
 
 
 def mgda(*, solver: Solver = "host") -> Aggregator:
     """The point of least norm in the convex hull of the rows.
 
     `weights = argmin { w'G w : w >= 0, sum(w) = 1 }`. With C the cosines and `b = min(norms) / norms`, w is
-    proportional to `v b`, where `v = argmin { v'C v + (1 - b'v)^2 : v >= 0 }`: a linear complementarity problem of
-    order one, whatever the norms are.
+    proportional to `v b`, where `v = argmin { v'C v + (1 - b'v)^2 : v >= 0 }`: of order one, whatever the norms are.
 
     Args:
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, in the simplex; not unique where rows are dependent.
-        Twice differentiable with respect to the Gramian, where the weights are unique and the set of positive ones does
-        not change.
+        A rule that needs the Gramian. Weights lie in the simplex, and are not unique for dependent rows. Twice
+        differentiable where they are unique and the set of positive ones does not change.
 
     Guarantees:
         Never conflicts: `<direction, g_i> >= |direction|^2`, with equality where the weight is positive. Homogeneous in
-        the Jacobian; never longer than the shortest row, and accurate relative to that row, however long others are,
-        to 1e-16 k^2 where rows cancel each other that are k times as long.
-        Zero if and only if the Jacobian is stationary. Equal rows share one weight. Rows of zeros share all of it. A
-        non-finite Gramian gives NaN weights.
+        the Jacobian; never longer than the shortest row, and accurate relative to that row, to 1e-16 k^2 where rows
+        cancel that are k times as long. Zero if and only if the Jacobian is stationary. Equal rows share one weight.
+        Rows of zeros share all of it.
 
     Source:
-        Desideri, Multiple-gradient descent algorithm (MGDA) for multiobjective optimization, Comptes Rendus
-        Mathematique 350, 2012, theorem 2.2; as a quadratic program in the weights: Sener & Koltun, Multi-task learning
-        as multi-objective optimization, NeurIPS 2018, equation 3.
-
-    Differences:
-        Exact, where the reference code takes at most 100 Frank-Wolfe steps.
+        Desideri, Multiple-gradient descent algorithm (MGDA), Comptes Rendus Mathematique 350, 2012, theorem 2.2; as a
+        quadratic program: Sener & Koltun, Multi-task learning as multi-objective optimization, NeurIPS 2018, equation
+        3. Exact here, where their code takes at most 100 Frank-Wolfe steps.
     """
 
     def weigh(G: Gramian) -> Weights:

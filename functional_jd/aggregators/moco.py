@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation import Aggregator, gramian, jacobian_and_losses
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
-from functional_jd.aggregation.views import gramian, jacobian_and_losses
 from functional_jd.core.arguments import ABOVE_0_TO_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import nan_unless, nonzero
 from functional_jd.core.types import Jacobian, Tree
@@ -38,8 +37,6 @@ def moco(
     `Y_i <- Y_i - b_t (Y_i - loss_i g_i / |g_i|)`, `w <- softmax(w - c_t (Y Y' + rho I) w)`, `direction = w'Y`, with
     `b_t = beta / t^beta_sigma` and `c_t = gamma / t^gamma_sigma` in call t = 1, 2, ..., from Y = 0 and w uniform.
 
-    All hyper-parameters are numbers or tensors `[]`.
-
     Args:
         beta: weight of new rows in the average, in (0, 1].
         gamma: step size of the weights, in units of one over a squared loss; not negative.
@@ -48,20 +45,18 @@ def moco(
         gamma_sigma: exponent of the decay of `gamma` over the calls, not negative.
 
     Returns:
-        A rule that needs the full Jacobian and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
-        weights are a pytree like the Jacobian with leaves `AffineWeights`: the weights of the current rows, and the
-        term from earlier rows. The w of the formula is in the state. Differentiable with respect to Jacobian, losses,
-        state and hyper-parameters (a row of zeros is a kink).
+        A rule that needs the full Jacobian and the losses. Its weights are a pytree like the Jacobian with leaves
+        `AffineWeights`: weights of the current rows, and the term from earlier rows; w is in the state. A row of zeros
+        is a kink.
 
     Guarantees:
-        Invariant to scaling a row, whose length in the average is its loss; for rows in float32 or less, as long as
-        `loss_i / |g_i|` is between 1e-38 and 3e38. With `gamma` 0 the weights stay uniform. A row of zeros stays zero
-        in the average. Losses must not be negative: otherwise the direction is NaN. Non-finite input gives a non-finite
-        state: keep the previous one, as `step` does.
+        Invariant to scaling a row, whose length in the average is its loss; below float64 as long as `loss_i / |g_i|`
+        is between 1e-38 and 3e38. With `gamma` 0 the weights stay uniform. A row of zeros stays zero in the average.
+        Losses must not be negative: else the direction is NaN.
 
     Source:
-        Fernando et al., Mitigating gradient bias in multi-objective learning, ICLR 2023, arXiv 2210.12624: the tracking
-        variable and the weights of algorithm 1, as in the authors' code that LibMTL publishes.
+        Fernando et al., Mitigating gradient bias in multi-objective learning, ICLR 2023, arXiv 2210.12624: algorithm 1,
+        as in the authors' code that LibMTL publishes.
 
     Differences:
         As in that code, and unlike the paper, rows are rescaled to the length of their loss, and softmax replaces the

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import cross_gramian
+from functional_jd.aggregation import Aggregator, cross_gramian
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.solvers.simplex import simplex_projection
 
@@ -27,33 +26,24 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
     `w <- P(w - rate (A w + ridge w))`, with `A = J1 J2'` and P the projection on the simplex; w starts uniform.
 
     Args:
-        rate: step size, in units of one over a squared gradient; positive. A number or a tensor `[]`.
-        ridge: regularisation towards uniform weights, in units of a squared gradient; not negative. A number
-            or a tensor `[]`.
+        rate: step size, in units of one over a squared gradient; positive.
+        ridge: regularisation towards uniform weights, in units of a squared gradient; not negative.
 
     Returns:
-        A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Its weights, float64
-        `[m]`, lie in the simplex; they are differentiable with respect to the state, both Jacobians, `rate` and
-        `ridge`.
+        A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights lie in the
+        simplex.
 
     Guarantees:
-        The step is linear in each of the two batches, hence unbiased before its projection. On a constant batch, with a
-        rate below `2 / max eigenvalue`, the weights converge to the min-norm point of `A + ridge I`. Zero, equal and
-        opposite rows are no special cases; a single row gets weight 1. A non-finite Jacobian gives NaN weights and a
-        NaN state: keep the previous state. Not scale-equivariant, as in the paper: `rate` has a unit.
+        The step is linear in each of the two batches, so that it is unbiased before its projection. On a constant
+        batch, with a rate below `2 / max eigenvalue`, the weights converge to the min-norm point of `A + ridge I`. Not
+        scale-equivariant, as in the paper: `rate` has a unit.
 
     Source:
         Chen, Fernando, Ying & Chen, Three-way trade-off in multi-objective learning, JMLR 25, 2024, equation 2.9a.
 
     Differences:
-        The paper's direction is that of both batches' mean gradients or of a third batch; here it is that of the first
-        Jacobian. For a third batch, use `aggregation.combine(third_jacobian, weights)`.
-
-    Example:
-        >>> rows, others = torch.eye(2), torch.tensor([[1.0, 0.5], [0.0, 1.0]])
-        >>> direction, weights, state = aggregate(modo(), rows, None, others)
-        >>> weights.shape
-        torch.Size([2])
+        The direction is that of the first Jacobian; the paper's is that of both batches' mean gradients or of a third
+        batch: `aggregation.combine(third_jacobian, weights)`.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
     ridge = number("ridge", ridge, NOT_NEGATIVE, "Use 0 for none.")

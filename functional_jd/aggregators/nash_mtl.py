@@ -5,14 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Solver, gramian, runs_on_host
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_integer, number
 from functional_jd.core.safe import cosines, with_nan_of
-from functional_jd.core.types import Gramian
 from functional_jd.solvers.fairness import fair_shares
-from functional_jd.solvers.search import Solver
 
 
 class NashState(NamedTuple):
@@ -34,23 +30,21 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
     `weights = w max_norm / |J'w|`.
 
     Args:
-        max_norm: largest norm of the direction; 0 for no limit. A number or a tensor `[]`.
+        max_norm: largest norm of the direction; 0 for no limit.
         every: number of calls per bargaining solution; in between, the last weights are used again.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, positive, but 0 for rows of zeros and where there is no
-        solution; twice differentiable with respect to the Gramian, and to `max_norm`.
+        A rule that needs the Gramian. Weights are positive, but 0 for rows of zeros and where there is no solution;
+        twice differentiable.
 
     Guarantees:
         Never conflicts. Invariant to scaling a row. Before clipping it is `fairgrad(1)`, and the direction has norm
         `sqrt(m)`. A row of zeros gets weight 0, the others the weights that they have without it. A stationary Jacobian
-        (a convex combination of the unit rows is zero, within 1e-7) has no solution: weights 0. A non-finite Gramian
-        gives NaN weights and a NaN state: keep the previous state, as `step` does.
+        (a convex combination of the unit rows is zero, within 1e-7) has no solution: weights 0.
 
     Source:
-        Navon, Shamsian, Achituve, Maron, Kawaguchi, Chechik, Fetaya, Multi-task learning as a bargaining game, ICML
-        2022, arXiv 2202.01017, claim 3.1 and algorithm 1.
+        Navon et al., Multi-task learning as a bargaining game, ICML 2022, arXiv 2202.01017, claim 3.1 and algorithm 1.
 
     Differences:
         Exact, where the paper's convex-concave procedure stops at a residual of 1e-3; so the solution does not depend

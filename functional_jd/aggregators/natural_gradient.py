@@ -2,48 +2,42 @@
 
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian_and_losses
+from functional_jd.aggregation import Aggregator, Gramian, Weights, gramian_and_losses, stateless
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, number
-from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.spectral import damped_weights, largest_eigenvalue, pseudo_inverse
 
 
 def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggregator:
     """The damped step of Gauss and Newton (Levenberg, Marquardt) for residuals r, which the losses are.
 
-    `weights = (G + damping 1)^-1 r`, up to what the direction does not see, so that by Woodbury's identity
-    `direction = J' weights = (J' J + damping 1)^-1 J' r`, which minimizes `|J d - r|^2 + damping |d|^2`.
-
-    The losses must be the residuals themselves, not their squares: m numbers of any sign, of which `|r|^2 / 2` is to
-    become small, mostly by `per_example`. The system is `[m, m]`, whatever the number of parameters.
+    `weights = (G + damping 1)^-1 r`, so that by Woodbury's identity `direction = J' weights = (J' J + damping 1)^-1 J'
+    r`, which minimizes `|J d - r|^2 + damping |d|^2`. The losses must be the residuals themselves, not their squares: m
+    numbers of any sign, mostly by `per_example`. The system is `[m, m]`, whatever the number of parameters.
 
     Args:
         damping: not negative, in the unit of a squared gradient; larger is a shorter step, closer to the gradient of
-            `|r|^2 / (2 damping)`. A number or a tensor `[]`. The number 0 gives the step of least norm, by the
-            pseudo-inverse, which takes ten times as long.
+            `|r|^2 / (2 damping)`. The number 0 gives the step of least norm, by the pseudo-inverse, which takes ten
+            times as long.
         relative: whether `damping` is a fraction of the largest eigenvalue of the Gramian, so that the unit of the
             residuals does not matter. It costs an eigenvalue decomposition.
 
     Returns:
-        A rule that needs the Gramian and the losses: `aggregate(rule, jacobian, losses=residuals)`. Weights `[m]`,
-        float64, of any sign; differentiable with respect to Jacobian, residuals and `damping`: with `relative` where
-        the largest eigenvalue is simple, for the number 0 where the rank is constant.
+        A rule that needs the Gramian and the losses: `aggregate(rule, jacobian, losses=residuals)`. Weights of any
+        sign; differentiable with `relative` where the largest eigenvalue is simple, for the number 0 where the rank is
+        constant.
 
     Guarantees:
         With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm, up to a
-        residual of about `eps cond(J)^2`; singular values of J below `sqrt(8 m eps)` of the largest, some 1e-7, count
-        as zero. The direction is the same for residuals `Q r`, Q orthogonal. A degenerate Gramian gives a direction
-        too: none where no residual depends on the parameters. Cholesky's decomposition needs a ridge of `8 m eps` of
-        the largest diagonal entry, which is added to the damping. The part of the residuals that no step reduces gives
-        weights of its size by the damping, which the direction does not see but for their rounding: where that is more
-        than 1e-10 of it, and no eigenvalue of the Gramian is near rounding but not zero, the weights are those of the
-        rest, by the pseudo-inverse. Under a transform, compiled, and off the CPU, this is not looked at. There, and
-        where eigenvalues fall through rounding, the direction is right to `m eps` of the largest eigenvalue by the
-        damping: take a damping of a hundred times `m eps` of that eigenvalue or more. The heads of `multitask` losses
-        follow the sum of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`,
-        synchronize with the device; Cholesky's decomposition does not.
+        residual of about `eps cond(J)^2`; singular values of J below `sqrt(8 m eps)` of the largest count as zero. The
+        direction is the same for residuals `Q r`, Q orthogonal. If no residual depends on the parameters, it is zero.
+        Cholesky's decomposition adds a ridge of `8 m eps` of the largest diagonal entry to the damping. The part of the
+        residuals that no step reduces gives weights of its size by the damping: only their rounding enters the
+        direction. If that is more than 1e-10 of it, and no eigenvalue is near rounding but not zero, the weights are
+        those of the rest, by the pseudo-inverse; not so under a transform, compiled, and off the CPU. There the
+        direction is right to `m eps` of the largest eigenvalue by the damping: take a damping of a hundred times that
+        or more.
+        The heads of `multitask` losses follow the sum of their residuals: use a plain function. Eigenvalues synchronize
+        with the device; Cholesky's decomposition does not.
 
     Source:
         Müller & Zeinhofer, Achieving high accuracy with PINNs via energy natural gradient descent, ICML 2023, arXiv

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import PREFERENCES, Numbers, per_objective
-from functional_jd.aggregation.lifts import scalarized_with
+from functional_jd.aggregation import PREFERENCES, Aggregator, Numbers, per_objective, scalarized_with
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import order_of, sqrt_or_zero
 
@@ -20,20 +18,16 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
     `s = d_1 + theta d_2`, with `d_1 = n'(L - z)`, `d_2 = |L - z - d_1 n|` and `n = u / |u|`
 
     Args:
-        theta: the penalty for leaving the ray, dimensionless; not negative. A number or a tensor `[]`. The
-            paper uses 5.
+        theta: the penalty for leaving the ray, dimensionless; not negative. The paper uses 5.
         weights: u `[m]`, the proportions of the losses on the ray.
-        reference: z `[m]`, the origin of the ray: the best value of each loss; `None` means 0.
+        reference: z `[m]`, the origin of the ray: the best value of each loss. Default: 0.
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign,
-        of norm `sqrt(1 + theta^2)`; differentiable with respect to the losses, to `theta`, `weights` and
-        `reference`.
+        A rule that needs the losses only. Weights of any sign, of norm `sqrt(1 + theta^2)`.
 
     Guarantees:
         Invariant to multiplying losses and reference by `c > 0`, and to multiplying `weights` by c. On the ray (within
-        2^-40 of the distance from the reference), where d_2 has a kink, its derivative is taken as 0: the weights are
-        n, also where all losses equal the reference. A single loss has weight 1. Any finite losses are valid.
+        2^-40 of the distance from the reference), where d_2 has a kink, the weights are n. Any finite losses are valid.
 
     Source:
         Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on

@@ -6,14 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, runs_on_host
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Numbers, Solver, gramian, per_objective, runs_on_host
 from functional_jd.core.arguments import BELOW_1, FROM_0_TO_1, Number, number
 from functional_jd.core.safe import cosines, nonzero
-from functional_jd.core.types import Gramian
 from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.solvers.search import Solver
 
 # Relative thresholds for incompatible shares and cancelled directions, well above the rounding of a float64 Gramian.
 _COMPATIBLE, _VANISHING = 1e-9, 1e-12
@@ -33,38 +29,34 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
     """Stay near the first objective's gradient, with at least a share tau of its own progress for every other one.
 
     `d = argmin { |d - h_0| : <h_j, d> >= tau_j |h_j|^2 for j > 0 }`, where `h_i` is row i divided by its running norm,
-    the root of a running mean of squares; `direction = |g_0| d / |d|`. In unit rows n_j with cosines C,
-    `d = |h_0| n_0 + s'n` with multipliers `s = LCP(C, |h_0| C_0 - tau |h|)`, s_0 = 0.
+    the root of a running mean of squares; `direction = |g_0| d / |d|`. In unit rows n_j with cosines C, `d = |h_0| n_0
+    + s'n` with multipliers `s = LCP(C, |h_0| C_0 - tau |h|)`, s_0 = 0.
 
     Args:
-        tau: the share, in [0, 1]: a number or a tensor `[]` for all, or `[m - 1]`, one per objective except the first.
-        beta: decay of the running mean, in [0, 1); 0 normalises each row by its own norm. A number or a tensor `[]`.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        tau: the share, in [0, 1]: one number for all, or `[m - 1]`, one per objective except the first.
+        beta: decay of the running mean, in [0, 1); 0 normalises each row by its own norm.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian; row 0 is the primary objective. Weights float64 `[m]`, non-negative, not
-        normalised; twice differentiable with respect to Gramian, state, `tau` and `beta` where the active constraints
-        do not change.
+        A rule that needs the Gramian; row 0 is the primary objective. Weights are non-negative, not normalised; twice
+        differentiable where the active constraints do not change.
 
     Guarantees:
         The direction has the norm of the first row. Scaling the first row (in all calls) scales the direction; scaling
-        another has no effect, up to rounding. With one row, or where the first row satisfies all constraints, the
-        direction is the first row. Incompatible shares (opposite rows, `tau > 0`) are all dropped, which gives the
-        first row; shares count as incompatible where the shortest direction with them is 3e4 times as long as the
-        largest. A first row of zeros, or one that the others cancel, gives zero: where less than a part r = 1e-6 of the
-        sum of all weighted norms is left of d. What is left is normalised, its length accurate to 1e-16 / r^2. Other
-        rows of zeros have no effect. A non-finite Gramian gives NaN weights and a NaN state: keep the previous state,
-        as `step` does.
+        another has no effect. If the first row satisfies all constraints, it is the direction. Incompatible shares
+        (opposite rows, `tau > 0`) are all dropped, which gives the first row; they count as incompatible if the
+        shortest direction with them is 3e4 times as long as the largest. A first row of zeros, or one that the others
+        cancel, gives zero: if less than a part r = 1e-6 of the sum of all weighted norms is left of d. What is left is
+        normalised, its length accurate to 1e-16 / r^2. Other rows of zeros have no effect.
 
     Source:
         Varam & AlHajri, Not all objectives are born equal, arXiv 2606.29521: definitions 4.1 and 4.5, theorem 4.2,
         algorithm 1.
 
     Differences:
-        No 1e-8 under the root. The bias of the running mean is a common factor of all rows, which cancels: the number
-        of calls is not needed. One complementarity problem replaces the enumeration of working sets, and another
-        decides whether the shares are compatible: whether r can be positive in the cone
-        `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
+        No 1e-8 under the root. The bias of the running mean is a common factor of all rows, which cancels. One
+        complementarity problem replaces the enumeration of working sets, and another decides whether the shares are
+        compatible: whether r can be positive in the cone `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
     """
     shares_of, given = _shares(tau)
     beta = number("beta", beta, BELOW_1, "The default is 0.999.")

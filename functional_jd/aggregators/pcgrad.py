@@ -3,14 +3,10 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Gramian, Solver, Weights, gramian, random_visit_orders, runs_on_host
 from functional_jd.core.safe import nonzero, with_nan_of
-from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.random.keys import check_key
-from functional_jd.solvers.search import Solver
 
 # So many projections first change products with one another only: else each would change `m^2` of them.
 _BLOCK = 64
@@ -19,23 +15,22 @@ _BLOCK = 64
 def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
     """Project every row on the normal plane of each row that it conflicts with, then sum the projections.
 
-    `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i,
-    `p_i <- p_i + max(0, -<p_i, g_j>) / |g_j|^2 g_j`.
+    `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i, `p_i <- p_i
+    + max(0, -<p_i, g_j>) / |g_j|^2 g_j`.
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
-        where no projected row is orthogonal to the next. Its state is the key of the next call, int64 `[2]`, on the
-        Jacobian's device.
+        A rule that needs the Gramian. Weights are at least 1; differentiable where no projected row is orthogonal to
+        the next. Its state is the next key.
 
     Guarantees:
-        The same state gives the same random orders on every device and under every transform; the key advances at every
-        call. Equal to `total()` where no two rows conflict. Scale-equivariant. With two rows it never conflicts and
-        does not depend on the key; with more it may conflict, as a projection may undo an earlier one. Rows of zeros
-        have no effect; a single row gets weight 1; two opposite rows give zero. A non-finite Gramian gives NaN weights.
+        The same state gives the same random orders on every device and under every transform. Equal to `total()` if no
+        two rows conflict. Scale-equivariant. With two rows it never conflicts and does not depend on the key; with more
+        it may conflict, as a projection may undo an earlier one. Rows of zeros have no effect; two opposite rows give
+        zero.
 
     Source:
         Yu et al., Gradient surgery for multi-task learning, NeurIPS 2020, arXiv 2001.06782, algorithm 1.

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import no_gradients
+from functional_jd.aggregation import Aggregator, no_gradients
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key
 
@@ -18,12 +17,11 @@ def random_weights(key: Tensor) -> Aggregator:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
 
     Returns:
-        A rule that needs no gradients: a step costs one weighted backward pass. Its state is the key of the next call,
-        int64 `[2]`, on the Jacobian's device.
+        A rule that needs no gradients. Its state is the next key.
 
     Guarantees:
-        The same state gives the same random numbers on every device and under every transform; the key advances at
-        every call. Weights are positive and sum to one; the expected direction is that of `mean()`.
+        The same state gives the same numbers on every device and under every transform. Weights are positive and sum to
+        one; the expected direction is that of `mean()`.
 
     Source:
         Lin, Ye, Zhang & Tsang, Reasonable effectiveness of random weighting, TMLR 2022, arXiv 2111.10603, algorithm 2.

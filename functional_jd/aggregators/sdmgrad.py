@@ -5,12 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
-from functional_jd.aggregation.views import cross_gramian
+from functional_jd.aggregation import Aggregator, Numbers, Solver, cross_gramian, preferences, runs_on_host
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, check_integer, number
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
-from functional_jd.solvers.search import Solver
 from functional_jd.solvers.simplex import simplex_projection
 
 
@@ -40,36 +37,30 @@ def sdmgrad(
     the mean of the roots of the diagonal (0 for negative entries) and u the preference; w starts uniform and continues
     from the previous call.
 
-    `rate`, `momentum` and `pull` are numbers or tensors `[]`.
-
     Args:
         rate: size of the inner steps, dimensionless; positive.
         momentum: of the inner steps, in [0, 1); v starts at 0 in every call.
         n_steps: number of inner steps, at least 1.
-        pull: weight of the preference: 0 gives the min-norm direction, large values the preferred one. Not negative.
-            The paper's lambda.
-        preference: u `[m]`, floating-point, not negative, with a positive entry; `None` means `1 / m`.
-        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
+        pull: weight of the preference, the paper's lambda: 0 gives the min-norm direction. Not negative.
+        preference: u `[m]`, not negative, one at least positive. Default: `1 / m` each.
+        solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights float64 `[m]`, in
-        the simplex if u is; differentiable with respect to the state, the preference, the numbers and both Jacobians.
-        At the default rate, the steps may jump between corners of the simplex: their exact derivatives may be huge, and
-        rounding may grow to the size of the direction.
+        A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights lie in the
+        simplex if u does. At the default rate, the steps may jump between corners of the simplex: their exact
+        derivatives may be huge, and rounding may grow to the size of the direction.
 
     Guarantees:
-        Scale-equivariant: the weights stay the same, bit for bit, when either batch is scaled by a power of four. Equal
-        and opposite rows are no special cases; a single row gets weight 1 (if u is 1). If the diagonal has no positive
-        entry, since every objective's two gradients conflict, then s is 0 and w does not change. A non-finite Jacobian
-        gives NaN weights and a NaN state: keep the previous state, as `step` does.
+        The weights stay the same, bit for bit, when either batch is scaled by a power of four. If the diagonal has no
+        positive entry, since every objective's two gradients conflict, then s is 0 and w does not change.
 
     Source:
         Xiao, Ban & Ji, Direction-oriented multi-objective learning, NeurIPS 2023, arXiv 2305.18409, algorithm 1; the
         scale is that of section 6.1.
 
     Differences:
-        Where s is 0, the reference code divides by 1e-8 instead. The paper's direction is that of a third batch:
-        `aggregation.combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
+        If s is 0, the authors' code divides by 1e-8 instead. The direction is that of the first Jacobian; the paper's
+        is that of a third batch: `aggregation.combine(third_jacobian, weights)`.
     """
     rate = number("rate", rate, POSITIVE, "The default is 10.")
     momentum = number("momentum", momentum, BELOW_1, "The default is 0.5.")

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, preferences
-from functional_jd.aggregation.lifts import scalarized_with
+from functional_jd.aggregation import Aggregator, Numbers, per_objective, preferences, scalarized_with
 from functional_jd.core.arguments import POSITIVE, Number, number
 
 
@@ -15,23 +13,20 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
     `s = mu log sum_i exp(u_i (L_i - z_i) / mu)`, so `weights = u softmax(u (L - z) / mu)`
 
     Args:
-        mu: smoothing, in the unit of the weighted losses; positive. Smaller values are closer to the maximum. A
-            number or a tensor `[]`.
-        weights: u `[m]`, the importance of each objective; `None` means `1 / m`.
-        reference: z `[m]`, the best value of each loss; `None` means 0.
+        mu: smoothing, in the unit of the weighted losses; positive. Smaller values are closer to the maximum.
+        weights: u `[m]`, the importance of each objective. Default: `1 / m` each.
+        reference: z `[m]`, the best value of each loss. Default: 0.
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
-        differentiable with respect to the losses, to `mu`, `weights` and `reference`.
+        A rule that needs the losses only.
 
     Guarantees:
         s lies between the largest weighted loss and that plus `mu log m`; for mu to 0 it is `tchebycheff`, for mu to
         infinity the direction is that of the weighted mean, `u / m`. Invariant to multiplying losses, reference and mu
-        by c. Any finite losses are valid; an infinite one gives NaN weights.
+        by c. Any finite losses are valid.
 
     Source:
-        Lin, Zhang, Yang, Liu, Wang & Zhang, Smooth Tchebycheff scalarization for multi-objective optimization, ICML
-        2024, arXiv 2402.19078: the smooth Tchebycheff scalarization.
+        Lin et al., Smooth Tchebycheff scalarization for multi-objective optimization, ICML 2024, arXiv 2402.19078.
     """
     mu = number("mu", mu, POSITIVE, "For mu = 0 use tchebycheff.")
     u = preferences("weights", weights)

@@ -2,9 +2,7 @@
 
 import torch
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import no_gradients
+from functional_jd.aggregation import Aggregator, no_gradients, stateless
 
 
 def total() -> Aggregator:

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import jacobian_entries
+from functional_jd.aggregation import Aggregator, jacobian_entries, stateless
 from functional_jd.core.arguments import check_integer
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import tree_map
@@ -22,20 +20,16 @@ def trimmed_mean(trim: int) -> Aggregator:
 
     Returns:
         A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
-        derivative is 0, which is correct where no two entries are equal.
+        derivative is 0, which is right where no two entries are equal.
 
     Guarantees:
-        Equivariant under scaling, and under adding a vector to every row. The direction does not depend on the order of
-        the rows, up to rounding; of equal entries the first is treated as smaller. `trimmed_mean(0) = mean()`; for
-        `m = 2 trim + 1` it is the median. With at most `trim` wrong rows, every entry lies between entries of correct
-        rows. An entry with a non-finite row is not finite, whether that row is dropped or not.
+        Equivariant under scaling, and under adding a vector to every row. `trimmed_mean(0) = mean()`; for `m = 2 trim +
+        1` it is the median. With at most `trim` wrong rows, every entry lies between entries of right rows. An entry
+        with a non-finite row is not finite, whether that row is dropped or not.
 
     Source:
         Yin, Chen, Ramchandran & Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498,
-        definition 2.
-
-    Differences:
-        `trim` rows on either side where the paper has a fraction beta of m. The reference code hides NaN and inf.
+        definition 2, where `trim` is a fraction beta of m. The authors' code hides NaN and inf.
     """
     check_integer("trim", trim, 0, "It counts rows.")
 

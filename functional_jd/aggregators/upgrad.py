@@ -1,9 +1,6 @@
 """UPGrad: the mean of the projections of all rows on their dual cone."""
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
-from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
 from functional_jd.core.safe import cosines
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.lcp import row_multipliers
@@ -18,20 +15,18 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     order, a small step along it raises no loss.
 
     Args:
-        preference: u, the weight of each row `[m]`: floating-point, not negative, one at least positive. Default:
-            `1 / m` each. It is copied.
-        solver: where the projections are computed, off the CPU: on the `"host"`, with one copy there and one back, or
-            on the `"device"`, in a fixed number of steps without a wait.
+        preference: u, the weight of each row `[m]`: not negative, one at least positive. Default: `1 / m` each.
+        solver: off the CPU, `"host"` projects there, with one copy there and one back, `"device"` in a fixed number of
+            steps without a wait.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64. For independent rows, each is at least u. For dependent
-        rows they are not unique, but the direction is. Twice differentiable with respect to the preference, and to the
-        Gramian while the active constraints stay the same.
+        A rule that needs the Gramian. For independent rows, each weight is at least u. For dependent rows weights are
+        not unique, but the direction is. Twice differentiable while the active constraints stay the same.
 
     Guarantees:
         Never conflicts: `J direction >= 0`. Equals `constant(u)` if no two rows conflict. Linear in row scales: the
         direction for `diag(c) J` is linear in `c >= 0`, and so homogeneous. Ignores rows of zeros. Returns zero if a
-        positive combination of rows is zero, and NaN weights for a Gramian that is not finite.
+        positive combination of rows is zero.
 
     Source:
         Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1.

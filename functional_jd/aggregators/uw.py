@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import learned_with
+from functional_jd.aggregation import Aggregator, learned_with
 from functional_jd.core.arguments import POSITIVE, Number, number
 
 
@@ -26,26 +25,19 @@ def uw(rate: Number = 0.1) -> Aggregator:
     `s = sum_i (exp(-v_i) L_i + v_i) / 2`, so `weights_i = exp(-v_i) / 2`; then `v <- v - rate ds/dv`; v starts at 0.
 
     Args:
-        rate: learning rate of the log-variances, positive; a number or a tensor `[]`. The rule itself updates them, by
-            gradient descent in every call; they are not parameters of the optimizer.
+        rate: learning rate of the log-variances, positive, for one step of gradient descent per call.
 
     Returns:
-        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
-        differentiable with respect to losses, state and `rate`.
+        A rule that needs the losses only. Weights are positive.
 
     Guarantees:
-        The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
-        losses converge to `exp(v) = L`, with all weighted losses 1/2. Losses must be
-        positive: v diverges at 0, and weights are NaN for negative losses.
-        Losses far above `2 / rate` make v overshoot in the first call, and return by `rate / 2` per call: divide losses
-        by their initial values. Non-finite losses give a non-finite state: keep the previous one.
+        Constant losses converge to `exp(v) = L`, with all weighted losses 1/2. Losses must be positive: v diverges at
+        0, and weights are NaN for negative losses. Losses far above `2 / rate` make v overshoot in the first call, and
+        return by `rate / 2` per call: divide losses by their initial values.
 
     Source:
         Kendall, Gal & Cipolla, Multi-task learning using uncertainty to weigh losses for scene geometry and semantics,
-        CVPR 2018, section 3.
-
-    Differences:
-        The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
+        CVPR 2018, section 3. The paper learns v with the optimizer of the parameters.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
