@@ -117,7 +117,7 @@ class _Applied:
                 given[name] = given[name].clone()  # rows are shortened in place
         own = _named("buffers", buffers, parts.buffer_names, "named_buffers")
         # Losses may change buffers in place.
-        tensors = given | dict(zip(own, clone_each([*own.values()]), strict=True))
+        tensors = given | dict(zip(own, clone_each([*own.values()]), strict=True)) if own else given
         inside = {place.path: tensors[place.key] for place in parts.places}
         if torch.compiler.is_compiling():
             if TRACED and READS_MODULES:
@@ -130,7 +130,7 @@ class _Applied:
             output = self._called(parts, Call(given, own, {}), inside, args, kwargs)
             _refuse_changes(parts, params, before)
         for place in parts.places:
-            if place.key in given and inside[place.path] is not given[place.key]:
+            if inside[place.path] is not tensors[place.key] and place.key in given:
                 raise ValueError(
                     f"functional: forward must leave its parameters, found that it replaces {place.key!r}. Make it a "
                     "buffer, which comes back as a result."
@@ -143,7 +143,8 @@ class _Applied:
     def _called(self, parts: ModuleParts, call: Call, inside: State, args: Any, kwargs: Any) -> Any:
         """The output, once the module was called with other tensors in it."""
         holder = holder_of(self.module)
-        with holder.held_by(get_ident()):
+        holder.take(get_ident())
+        try:
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = graph_nodes(start)
@@ -154,6 +155,8 @@ class _Applied:
             parts.check()
             outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)
             outputs += parts.left_tensors()
+        finally:
+            holder.give()
         if looking is not None:
             for name in looking.found(outputs):
                 raise ValueError(
@@ -221,11 +224,14 @@ def _tensors_in(output: Any, parts: ModuleParts) -> list[Tensor]:
     return found
 
 
+_PLAIN = frozenset(PLAIN_TENSORS)
 _ENDS = (Tensor, nn.Module, type, ModuleType, str, int, float, torch.dtype, torch.device)
 
 
 def _named(what: str, given: Any, names: list[str], method: str) -> State:
     """The tensors by name, in the order of the module."""
+    if type(given) is dict and [*given] == names and _PLAIN.issuperset(map(type, given.values())):
+        return given.copy()
     tensors = [x for x in given.values() if isinstance(x, Tensor)] if isinstance(given, Mapping) else None
     if tensors is None or len(tensors) != len(given):
         found = type(given).__name__ if not isinstance(given, Mapping) else "a dict with other values"

@@ -1,9 +1,8 @@
 """The tensors that a module holds: where they stand, for one thread at a time, and again in the backward pass."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
+from threading import Lock, _DummyThread, get_ident, main_thread  # pyright: ignore[reportPrivateUsage]
 from threading import enumerate as enumerate_threads
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -27,26 +26,25 @@ class Holder:
         self.lock, self.owner, self.depth = Lock(), 0, 0
         self.checked = False  # whether a call was seen to use no other parameters than those that it was given
 
-    @contextmanager
-    def held_by(self, thread: int) -> Generator[None]:
-        """A time for which the thread with this number has the lock."""
+    def take(self, thread: int) -> None:
+        """Let the thread with this number have the lock once more."""
         if self.owner != thread:
             self.lock.acquire()
             self.owner = thread
         self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-            if not self.depth:
-                self.owner = 0
-                self.lock.release()
+
+    def give(self) -> None:
+        """Take back one `take`."""
+        self.depth -= 1
+        if not self.depth:
+            self.owner = 0
+            self.lock.release()
 
 
 def holder_of(module: nn.Module) -> Holder:
     """What all functions of this module share."""
     with _LOCK:
-        return _HOLDERS.setdefault(module, Holder())
+        return _HOLDERS.get(module) or _HOLDERS.setdefault(module, Holder())
 
 
 def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
@@ -103,7 +101,7 @@ class Held:
             time.close()
 
     def _last(self) -> "_Span | None":
-        return next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None)
+        return next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None) if _SPANS else None
 
     def _time(self, gradients: bool) -> Generator[None]:
         """A time for which the module holds the tensors."""
@@ -115,13 +113,15 @@ class Held:
                     "functional: on an accelerator, threads that share a module must run their backward passes one "
                     "after the other, found two at one time. Call copies of the module."
                 )
-        with self.holder.held_by(thread):
+        self.holder.take(thread)
+        try:
             last = self._last()
             two = last is not None and (gradients or last.gradients)  # it cannot be told which
-            span = _Span(self, gradients)
-            with torch_function_disabled():
-                copies = self.clone([*self.buffers.values()])  # anew each time: what runs again may change `.data`
-            tensors = self.params | dict(zip(self.buffers, copies, strict=True))
+            span, tensors = _Span(self, gradients), self.params
+            if self.buffers:
+                with torch_function_disabled():
+                    copies = self.clone([*self.buffers.values()])  # anew each time: what runs again may change `.data`
+                tensors = tensors | dict(zip(self.buffers, copies, strict=True))
             for place in self.places:
                 place.home[place.name] = _EitherOfTwo() if two else tensors[place.key]
             handles = self._watch_gradients() if torch.is_grad_enabled() else []
@@ -131,6 +131,8 @@ class Held:
                 span.put_back()
                 for handle in handles:
                     handle.remove()
+        finally:
+            self.holder.give()
 
     def _watch_gradients(self) -> list[Any]:
         """Let passes through the gradients that this pass computes hold the tensors, too."""
@@ -144,8 +146,10 @@ class Held:
 
 def _works_for_autograd() -> bool:
     """Whether autograd has started this thread, which Python does not know then."""
-    known = [thread for thread in enumerate_threads() if not isinstance(thread, _DummyThread)]
-    return all(thread.ident != get_ident() for thread in known)
+    own = get_ident()
+    if main_thread().ident == own:
+        return False
+    return all(thread.ident != own for thread in enumerate_threads() if not isinstance(thread, _DummyThread))
 
 
 class _Span:
