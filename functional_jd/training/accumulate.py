@@ -13,14 +13,14 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
-from functional_jd.core.tree import described_leaves, detach_tree, floating_leaves, tree_leaves, tree_map
+from functional_jd.core.tree import described_leaves, detach_tree, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
 from functional_jd.engines.by_name import of_rows, rows_of_plan
 from functional_jd.engines.evaluate import check_losses, evaluate_losses
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select
-from functional_jd.precision.scale_state import ScaleState, no_scale
+from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
 from functional_jd.training.checks import check_tensors, detach_parameters
 from functional_jd.training.driver import observe, prepare, pulled, weighed
@@ -96,18 +96,17 @@ def accumulate(
     """
     check_losses(losses, 0, False)
     check_rule(aggregator)
-    leaves, _ = floating_leaves(params)
+    own = detach_parameters(params)
     check_tensors("state", state, "what the last call returned, or None", "Pass found.state.")
     parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
-    own, scale = detach_parameters(params), no_scale(device=leaves[0].device) if scale is None else scale
-
     plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
     plan = plan_of(parts[0], buffers)
     examples = plan.kind.rows_are_examples
-    if plan.kind.several_sets or (examples and scale.scale.ndim):
-        wanted = "one scale []" if scale.scale.ndim else "one loss without a name"
+    each = plan.scale_state.scale.ndim
+    if plan.kind.several_sets or (examples and each):
+        wanted = "one scale []" if each else "one loss without a name"
         raise ValueError(f"{here()}: per_example losses in parts must have {wanted}, found several. Pass one.")
     run = _Run(parts, plan_of, buffers, examples)
     if plan.view.products == "none":

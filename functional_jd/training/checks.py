@@ -10,69 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import check_alike, description
-from functional_jd.core.arguments import check_flag, check_function, here, refuse
+from functional_jd.core.arguments import here, refuse
 from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
-from functional_jd.core.tree import described_leaves, tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import evaluate_losses
-from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.calls import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
-from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
-from functional_jd.torch_compat.torch_internals import has_values, innermost, under_transform
+from functional_jd.torch_compat.torch_internals import innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.state import START, TrainState
 
 _CURE = "Call functional(model)(params, ...), not model(...)"
-
-
-def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
-    """Raise for what is no function, rule for one batch, optimizer, flag or state, and noise that protects nobody."""
-    if state and not isinstance(state[0], TrainState):
-        refuse("state", "a TrainState", state[0], START)
-    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
-    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
-        check_function("losses", losses, "Pass losses(params, ...).")
-        check_flag("has_aux", has_aux)
-        check_rule(aggregator)
-        check_optimizer(optimizer)
-    if optimizer.sensitivity is not None:
-        check_noise(losses, aggregator, optimizer, reading=state == ())
-    if getattr(aggregator.view, "batches", 1) > 1:
-        raise ValueError(
-            f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "
-            "aggregate(rule, jacobian, memory, other_jacobian)."
-        )
-
-
-def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool) -> None:
-    """Raise for noise that protects too little, or nobody. Only `reading` reads bounds that are tensors."""
-    norm, bound = cast(Any, optimizer.sensitivity), rule.sensitivity
-    found, kind = "", kind_of(losses)
-    if not kind.rows_are_examples:
-        found = "the losses must be made by per_example, found others: the noise protects nobody"
-    elif kind.several_sets:
-        found = "the losses must have one set of examples, found several: one example may have several rows"
-    elif bound is None:
-        found = "the rule must bound every row, as clipped(max_norm) does, found none: the noise protects nobody"
-    elif all(not isinstance(x, Tensor) or (reading and has_values(x)) for x in (norm, bound)):
-        norm, bound = float(norm), float(bound)
-        if abs(norm - bound) > 1e-6 * bound:  # rounding, by whatever dtype, such as of the root of a sum of squares
-            found = f"the rule must bound rows by {norm:g}, the norm of the noise, found {bound:g}"
-    if found:
-        raise ValueError(
-            f"{here()}: with noised, {found}. Take private(loss, ...), whose losses, rule and optimizer fit."
-        )
 
 
 @contextmanager
@@ -263,9 +220,10 @@ def _few(names: list[str]) -> str:
 
 def detach_parameters(params: Params) -> Params:
     """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph. Raise for
-    an `nn.Parameter` that does not require grad: it would be trained.
+    what are no floating-point tensors, and for an `nn.Parameter` that does not require grad: it would be trained.
     """
-    for index, p in enumerate(tree_leaves(params)):
+    leaves, _ = floating_leaves(params)
+    for index, p in enumerate(leaves):
         if isinstance(p, nn.Parameter) and not p.requires_grad:
             raise ValueError(
                 f"{here()}: all parameters must require grad, found frozen {tree_names(params)[index]!r}. Keep it "
@@ -276,12 +234,12 @@ def detach_parameters(params: Params) -> Params:
 
 
 def check_ranks(
-    losses: LossFunction, leaves: list[Any], values: Mapping[str, Tree], method: Mapping[str, Any] = {}
+    losses: LossFunction, params: Params, values: Mapping[str, Tree], method: Mapping[str, Any] = {}
 ) -> None:
     """Raise for shards of different trainings: values by name, tensors that are equal on all ranks or shards, and
-    records of functions, such as a rule. The meshes of the losses and of the leaves name the ranks.
+    records of functions, such as a rule. The meshes of losses and parameters name the ranks.
     """
-    meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(leaves)]) if mesh is not None]
+    meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(tree_leaves(params))]) if mesh is not None]
     if not meshes or under_transform():
         return
     parts: dict[str, Any] = {f"the same {name}": [description(record)] for name, record in method.items()}

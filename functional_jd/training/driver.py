@@ -1,7 +1,7 @@
 """The way from losses to a direction: plan, observe, weigh, pull back."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian
-from functional_jd.core.arguments import check_function, check_type, here, refuse
+from functional_jd.core.arguments import check_flag, check_function, check_type, here, refuse
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, any_sharded, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, LossFunction, Params, Tree, Weights
@@ -21,12 +21,53 @@ from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of, losses_of_shards
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
+from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier, update_scale
-from functional_jd.precision.scale_state import ScaleState
+from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.solvers.spectral import may_be_read
 from functional_jd.torch_compat.callers import user_level
+from functional_jd.torch_compat.torch_internals import has_values
 from functional_jd.training.state import START, TrainState
+
+
+def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
+    """Raise for what is no function, rule for one batch, optimizer, flag or state, and noise that protects nobody."""
+    if state and not isinstance(state[0], TrainState):
+        refuse("state", "a TrainState", state[0], START)
+    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
+    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
+        check_function("losses", losses, "Pass losses(params, ...).")
+        check_flag("has_aux", has_aux)
+        check_rule(aggregator)
+        check_optimizer(optimizer)
+    if optimizer.sensitivity is not None:
+        check_noise(losses, aggregator, optimizer, reading=state == ())
+    if getattr(aggregator.view, "batches", 1) > 1:
+        raise ValueError(
+            f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "
+            "aggregate(rule, jacobian, memory, other_jacobian)."
+        )
+
+
+def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool) -> None:
+    """Raise for noise that protects too little, or nobody. Only `reading` reads bounds that are tensors."""
+    norm, bound = cast(Any, optimizer.sensitivity), rule.sensitivity
+    found, kind = "", kind_of(losses)
+    if not kind.rows_are_examples:
+        found = "the losses must be made by per_example, found others: the noise protects nobody"
+    elif kind.several_sets:
+        found = "the losses must have one set of examples, found several: one example may have several rows"
+    elif bound is None:
+        found = "the rule must bound every row, as clipped(max_norm) does, found none: the noise protects nobody"
+    elif all(not isinstance(x, Tensor) or (reading and has_values(x)) for x in (norm, bound)):
+        norm, bound = float(norm), float(bound)
+        if abs(norm - bound) > 1e-6 * bound:  # rounding, by whatever dtype, such as of the root of a sum of squares
+            found = f"the rule must bound rows by {norm:g}, the norm of the noise, found {bound:g}"
+    if found:
+        raise ValueError(
+            f"{here()}: with noised, {found}. Take private(loss, ...), whose losses, rule and optimizer fit."
+        )
 
 
 def prepare(
@@ -35,13 +76,14 @@ def prepare(
     batch: tuple[Any, ...],
     rule: Aggregator,
     *,
-    scale: ScaleState,
+    scale: ScaleState | None,
     buffers: Tree = (),
     has_aux: bool = False,
     engine: str | Engine = "auto",
     **fields: Any,
 ) -> tuple[Plan, Engine, EngineChoice]:
     """The plan of a step, its engine and why. The arguments are those of `step`, and other fields of `Plan`."""
+    scale = no_scale(device=tree_leaves(params)[0].device) if scale is None else scale
     if not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")
     kind, view = kind_of(losses), rule.view if isinstance(rule.view, View) else as_view(rule.view)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
+from inspect import signature
 from math import isfinite
 from operator import length_hint
 from typing import Any
@@ -15,7 +16,7 @@ from functional_jd.core.names import objective_names
 from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
-from functional_jd.training.state import StepInfo, TrainState, note_call, other_signature
+from functional_jd.training.state import StepInfo, TrainState
 
 _Pairs = Generator[tuple[TrainState, StepInfo], None, None]
 
@@ -40,10 +41,9 @@ def fit(
         batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
             `step`; anything else, such as a tensor or a dict, is one argument. To pass a tuple whole, wrap it:
             `((batch,) for batch in loader)`.
-        on_step: `on_step(info, state)`, called after every step, or `on_step(info)`: `history.append`, with
-            `history = []`, keeps all that plots and logs need. Whatever it raises ends the loop.
-        progress: whether to show a bar of tqdm on stderr, with the losses by name, or the mean of more than four, and
-            the steps skipped.
+        on_step: `on_step(info, state)` or `on_step(info)`, called after every step, such as `history.append` of a list.
+            An exception that it raises ends the loop.
+        progress: whether to show a bar of tqdm on stderr, with the losses and the number of skipped steps.
         patience: after so many skipped steps in a row, training ends with an error; `None`: never. After 20, there is a
             `RuntimeWarning` that names the losses. Flags are fetched from the device every ten steps.
 
@@ -68,8 +68,8 @@ def fit(
     check_flag("progress", progress)
     if on_step is not None:
         check_function("on_step", on_step, "Pass history.append for a list history.")
-    with_state = other_signature(on_step, 1) is not None
-    pairs = _checked(step, state, batches, SkipWatch(patience))
+    with_state = _takes_two(on_step)
+    pairs = _checked(step, state, batches, patience)
     pairs = _with_bar(pairs, length_hint(batches)) if progress else pairs
     taken = 0
     try:
@@ -110,30 +110,31 @@ def steps(
         ...     if max(info.losses) < 0.1:
         ...         break
     """
-    return _checked(step, state, batches, SkipWatch(patience))
+    return _checked(step, state, batches, patience)
 
 
-def _checked(step: Any, state: Any, batches: Any, watch: "SkipWatch") -> _Pairs:
+def _takes_two(f: Any) -> bool:
+    """Whether a function needs more than one argument. Of a function that is written in C, nothing is known."""
+    try:
+        given = signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return sum(x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD for x in given) > 1
+
+
+def _checked(step: Any, state: Any, batches: Any, patience: Any) -> _Pairs:
+    watch = SkipWatch(patience)
     check_function("step", step, "Pass functools.partial(functional_jd.step, losses=..., ...).")
     iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
     if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
         refuse("batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
-    return _iterate(step, state, batches, watch)
+    return _pairs(step, state, batches, watch)
 
 
-def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: "SkipWatch") -> _Pairs:
+def _pairs(step: Any, state: Any, batches: Iterable[Any], watch: "SkipWatch") -> _Pairs:
     for batch in batches:
         scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
-        try:
-            state, info = step(state, *given)
-        except TypeError as error:
-            text = (
-                f"received the state and {len(given)} arguments of the batch. Bind the rest: functools.partial(step, "
-                "losses=..., aggregator=..., optimizer=...). A tuple, a NamedTuple or a list is spread: to pass it as "
-                "one argument, wrap it: (batch,)"
-            )
-            note_call(error, step, 1 + len(given), f"{watch.name}: step", text)
-            raise
+        state, info = step(state, *given)
         yield state, info
         watch.follow(scale, state, info)  # afterwards, so that the last step is seen too
 

@@ -15,25 +15,24 @@ from functional_jd.aggregators.mean import mean
 from functional_jd.core.arguments import here
 from functional_jd.core.float64 import widest
 from functional_jd.core.names import objective_names
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
-from functional_jd.precision.scale_state import ScaleState, no_scale
+from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import (
     check_learning,
-    check_method,
     check_ranks,
     check_tensors,
     detach_parameters,
     keys_of,
     undone,
 )
-from functional_jd.training.driver import prepare, started
-from functional_jd.training.state import TrainState, note_losses
+from functional_jd.training.driver import check_method, prepare, started
+from functional_jd.training.state import TrainState
 
 
 def train_state(
@@ -70,7 +69,7 @@ def train_state(
 
     Raises:
         TypeError: parameters that are no floating-point tensors; losses that do not return what the buffers and
-            `has_aux` need. An error of losses that do not take this batch has a note.
+            `has_aux` need.
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise that protects nobody (`noised`); losses that change
             parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
@@ -97,33 +96,30 @@ def train_state(
         tensor([65536., 65536.])
     """
     check_method(losses, aggregator, optimizer, has_aux)
-    leaves, _ = floating_leaves(params)
-    check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
+    check_tensors("buffers", buffers, *_BUFFERS)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
-    params, place = replicate(detach_parameters(params)), _place(leaves)
-    tracked = under_functorch()  # what plain autograd recorded is mostly the rest of another call
+    place = _place(tree_leaves(own := detach_parameters(params)))
+    params, tracked = replicate(own), under_functorch()  # what plain autograd recorded is the rest of another call
     kept = lambda x: x if tracked and not isinstance(x, nn.Parameter) else x.detach()
     buffers = tree_map(lambda x: place(kept(x).clone()), buffers)
-    placed = no_scale(device=leaves[0].device) if scale is None else scale
-    placed = tree_map(place, placed) if isinstance(placed, ScaleState) else placed  # `prepare` raises for others
-    values = {"parameters": params, "buffers": buffers, "scale": placed}
-    check_ranks(losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
+    placed = tree_map(place, scale) if isinstance(scale, ScaleState) else scale  # `prepare` raises for others
     how: Any = {"buffers": buffers, "has_aux": has_aux, "engine": engine, "starting": True, "optimizer": optimizer}
     plan, chosen, _ = prepare(losses, params, batch, aggregator, scale=placed, **how)
+    values = {"parameters": params, "buffers": buffers, "scale": plan.scale_state}
+    check_ranks(losses, own, values, {"rule": aggregator, "optimizer": optimizer})
     traced, journal = torch.compiler.is_compiling(), StateJournal()
-    try:
-        with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
-            if not traced and not under_transform():
-                check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
-            rule_state, values = started(plan, chosen)
-            _check_losses(aggregator, values)
-    except TypeError as error:
-        note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
-        raise
-    check_ranks(losses, leaves, {"keys": keys_of(rule_state)})
-    state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
-    return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
+    with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
+        if not traced and not under_transform():
+            check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
+        memory, values = started(plan, chosen)
+        _check_losses(aggregator, values)
+    check_ranks(losses, own, {"keys": keys_of(memory)})
+    state = TrainState(params, buffers, optimizer.init(params), memory, plan.scale_state)
+    return replicate(_stored_apart(state, (params, buffers, batch)) if tracked else state)
+
+
+_BUFFERS = "a pytree of tensors", "Pass for instance dict(module.named_buffers())."
 
 
 def check(
@@ -152,19 +148,13 @@ def check(
         >>> check(lambda params, x: (params["w"] - x).square(), {"w": torch.zeros(2)}, torch.ones(2))
     """
     check_losses(losses, 0, has_aux)
-    leaves, _ = floating_leaves(params)
     own = detach_parameters(params)
-    check_tensors("buffers", buffers, "a pytree of tensors", "Pass for instance dict(module.named_buffers()).")
+    check_tensors("buffers", buffers, *_BUFFERS)
     if under_transform():
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
-    placed = no_scale(device=leaves[0].device) if scale is None else scale
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
-    plan, *_ = prepare(losses, own, batch, mean(), scale=placed, buffers=buffers, has_aux=has_aux, starting=True)
-    try:
-        check_learning(plan, StateJournal(), buffers, constant)
-    except TypeError as error:
-        note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
-        raise
+    plan, *_ = prepare(losses, own, batch, mean(), scale=scale, buffers=buffers, has_aux=has_aux, starting=True)
+    check_learning(plan, StateJournal(), buffers, constant)
 
 
 def _check_losses(aggregator: Aggregator, losses: Losses) -> None:

@@ -1,8 +1,7 @@
 """What training carries from step to step, what a step reports, and checks of what a step is given."""
 
-from collections.abc import Sequence
-from inspect import Signature, signature
-from itertools import accumulate
+from itertools import accumulate, chain
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
 from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
-from functional_jd.objectives import Multitask
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.callers import here
@@ -23,46 +21,30 @@ from functional_jd.torch_compat.torch_internals import has_values
 def step_table(info: Any) -> Table:
     """Losses by name, with their weights, and which of them were finite; of a batch of steps, the outline."""
     losses, weights, finite, moved, *_ = info
-    known = has_values(finite) and not (isinstance(moved, Tensor) and (not has_values(moved) or moved.ndim))
-    found = by_objective(losses, weights, finite) if known else None
-    if found is None:
+    taken = moved if isinstance(moved, Tensor) else finite
+    columns: dict[str, list[Any]] = {"loss": tree_leaves(losses)}
+    columns |= {"weight": [weights]} if isinstance(weights, Tensor) else {}
+    columns |= {"finite": [finite]} if getattr(finite, "ndim", 0) else {}
+    if not all(map(has_values, (finite, taken, *chain(*columns.values())))):
         return outline(info)
-    text = "step taken"
-    if not bool(moved if isinstance(moved, Tensor) else finite.all()):
-        text = "step skipped, not everything was finite"
-        shown = [*tree_leaves(losses), *tree_leaves(weights)]
-        if not finite.ndim and all(bool(x.isfinite().all()) for x in shown if has_values(x)):
+    values = [[y for x in own for y in x.detach().reshape(-1).tolist()] for own in columns.values()]
+    if getattr(weights, "ndim", 1) > 1 or getattr(moved, "ndim", 0) or len({*map(len, values)}) > 1:
+        return outline(info)
+    text = "step taken" if isinstance(weights, Tensor) else "step taken, weights entry by entry"
+    if not taken.all():
+        text = text.replace("taken", "skipped, not everything was finite")
+        if not finite.ndim and all(map(isfinite, chain(*values))):
             text += "; diagnose(jacobian) shows in which row"
-    entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
-    return f"{type(info).__name__}: {text}{entrywise}", *found
-
-
-def by_objective(
-    losses: Losses, weights: Weights, finite: Tensor | None = None
-) -> tuple[list[str], list[list[str]]] | None:
-    """Headers and rows of a table of the objectives, in the order of the rows; None without the values of one step."""
-    leaves = tree_leaves(losses)
-    m = sum(leaf.numel() for leaf in leaves if has_values(leaf))
-    columns: dict[str, Any] = {"loss": leaves}
-    if isinstance(weights, Tensor):
-        columns["weight"] = [weights]
-    if finite is not None and finite.ndim:
-        columns["finite"] = [finite]
-    if not all(has_values(x) for found in columns.values() for x in found):
-        return None
-    if any(sum(x.numel() for x in found) != m for found in columns.values()) or getattr(weights, "ndim", 1) > 1:
-        return None
-    values = [[y for x in found for y in x.detach().reshape(-1).tolist()] for found in columns.values()]
-    names, sizes = objective_names(losses), [1] * m
-    if m > MAX_ROWS and len(leaves) > 1:  # residuals at many points: a row for each term
-        names, sizes = tree_names(losses), [leaf.numel() for leaf in leaves]
+    names, sizes = objective_names(losses), [1] * len(values[0])
+    if len(names) > MAX_ROWS and len(columns["loss"]) > 1:  # residuals at many points: a row for each term
+        names, sizes = tree_names(losses), [leaf.numel() for leaf in columns["loss"]]
     ends = list(accumulate(sizes))
-    cells = [[_together(c[end - n : end]) for n, end in zip(sizes, ends, strict=True)] for c in values]
-    return ["objective", *columns], shortened([list(row) for row in zip(names, *cells, strict=True)])
+    rows = [[name, *(_cell(x[j - n : j]) for x in values)] for name, n, j in zip(names, sizes, ends, strict=True)]
+    return f"{type(info).__name__}: {text}", ["objective", *columns], shortened(rows)
 
 
-def _together(values: list[Any]) -> str:
-    """A cell for the losses, weights or flags of one term."""
+def _cell(values: list[Any]) -> str:
+    """The losses, weights or flags of one term."""
     if not values or not isinstance(values[0], bool):
         return ranged(list(map(float, values)))
     count = sum(values)
@@ -98,12 +80,10 @@ class StepInfo(NamedTuple):
         weights: how much each row counted, `[m]`: float64 of the rules of the package, else of the dtype that the rule
             returns. Or a pytree like the Jacobian, or a dict of those of groups.
         finite: bool with the scale's shape: which losses and rows were finite; none, if the direction is not. A loss
-            that is not finite is flagged alone. If all losses are finite, flags may be shared: rows that are
-            differentiated together can spoil one another, and one backward pass has one flag for all.
-            `diagnostics.blame` tells them apart.
+            that is not finite is flagged alone. If all losses are finite, rows that were differentiated together share
+            their flags: `diagnostics.blame` tells them apart.
         moved: bool `[]`: whether the step was taken. It was skipped unless all are finite.
-        gramian: float64 `[m, m]`, the Gramian that the rule received, alone or with the losses: zero for rows
-            that overflowed, and `diagnose(info.gramian)` costs no derivative. `()` of a rule that receives none.
+        gramian: float64 `[m, m]`, the Gramian that the rule received: zero for rows that overflowed; or `()`.
         aux: what the losses returned as aux, with `has_aux=True`; else `()`.
     """
 
@@ -116,34 +96,6 @@ class StepInfo(NamedTuple):
 
 
 START = "Start with state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
-
-
-def note_losses(losses: Any, with_buffers: bool, batch: Sequence[Any], error: TypeError) -> None:
-    """Add a note to an error of losses that do not take what they received."""
-    called = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
-    text = f"received params{', buffers' * with_buffers} and {len(batch)} arguments of the batch. Spread tuples: *batch"
-    if not with_buffers:
-        text += "; if the losses take buffers, pass buffers=dict(module.named_buffers())"
-    note_call(error, called, 1 + with_buffers + len(batch), f"{here()}: losses", text)
-
-
-def note_call(error: TypeError, f: Any, count: int, name: str, text: str) -> None:
-    """Add a note with the signature of a function to an error, if it does not take so many arguments."""
-    if torch.compiler.is_compiling():
-        return
-    if (other := other_signature(f, count)) is not None:
-        error.add_note(f"{name}({', '.join(other.parameters)}) {text}.")
-
-
-def other_signature(f: Any, count: int) -> Signature | None:
-    """The signature of a function that does not take so many arguments; None if it does, or has no signature."""
-    found = None
-    try:
-        found = signature(f)
-        found.bind(*range(count))
-    except (TypeError, ValueError):  # no function, one written in C, or other arguments
-        return found
-    return None
 
 
 def note_other_optimizer(state: TrainState, optimizer: Optimizer, error: Exception) -> None:

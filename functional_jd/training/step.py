@@ -15,9 +15,8 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_functional_transform
 from functional_jd.torch_compat.watching import watched
-from functional_jd.training.checks import check_method
-from functional_jd.training.driver import observe, prepare, pulled, weighed
-from functional_jd.training.state import StepInfo, TrainState, note_losses, note_other_optimizer
+from functional_jd.training.driver import check_method, observe, prepare, pulled, weighed
+from functional_jd.training.state import StepInfo, TrainState, note_other_optimizer
 from functional_jd.training.through_skips import closed, opened
 
 
@@ -35,18 +34,17 @@ def step(
     Args:
         state: from `train_state` or from the last step.
         batch: what the losses take after the parameters, and after the buffers if there are any.
-        losses: `losses(params, *batch) -> losses`, as for `jacobian_fn`. With buffers in the state,
-            `losses(params, buffers, *batch) -> (losses, buffers)`: the buffers that come back are those of the next
-            step. `multitask` passes them on: `features(shared, buffers, *batch) -> (features, buffers)`, then
-            `heads(own, features, buffers, *batch) -> (losses, buffers)`. Under `per_example` every example receives the
-            same buffers; the next ones are the mean over the examples, of integers the first example's. A key (int64
-            `[2]`, with a name that ends in `key`) is split: every example receives its own, and the next step another.
+        losses: `losses(params, *batch) -> losses`, as for `jacobian_fn`; with buffers in the state
+            `losses(params, buffers, *batch) -> (losses, buffers)`, which returns those of the next step. `multitask`:
+            `features(shared, buffers, *batch) -> (features, buffers)` and `heads(own, features, buffers, *batch) ->
+            (losses, buffers)`. `per_example`: every example receives the same buffers; the next ones are the mean over
+            the examples, of integers the first example's. A key (int64 `[2]`, with a name that ends in `key`) is split:
+            every example receives its own, and the next step another.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
-        engine: `"jacobian"` computes all rows; `"gramian"`, for rules that need their inner products or norms, computes
-            these without forming `[m, n]` where layers allow; `"weighted"`, for rules that need no gradients, takes one
-            backward pass with the weights as cotangent. `"auto"` takes the engine that `chosen_engine` returns. Or an
-            `Engine`: `jacobian_engine(chunk_size=8)`.
+        engine: `"jacobian"` computes all rows; `"gramian"` their inner products or norms, without forming `[m, n]`
+            where layers allow; `"weighted"`, for rules that need no gradients, takes one backward pass; `"auto"` takes
+            the one that `chosen_engine` returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
         has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.
 
     Returns:
@@ -61,17 +59,16 @@ def step(
         Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
         skipped step changes nothing but the scale.
         Each row's scale follows its own flag. A loss that is not finite flags itself alone, and no scale moves. Rules
-        that need no gradients take one backward pass at the largest scale that serves all: if it alone overflows, all
-        flags are false, except that `multitask` losses have their own as far as the features.
+        that need no gradients take one backward pass at the largest scale that serves all: if it overflows, all flags
+        are false, except that `multitask` losses have their own as far as the features.
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
-        Does not synchronize with the device, unless the rule does: its docstring has it.
+        Does not synchronize with the device, unless the docstring of the rule says so.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
         in what torch.compile traces they are NaN.
 
     Limits:
-        To differentiate a sum of what a skipped step reports and the later state, take
-        `torch.where(info.moved, loss, 0)`: else derivatives are NaN. In forward mode the tangents of float16 rows carry
-        the scale: start with a smaller one, such as 2**10, or take reverse mode.
+        To differentiate a sum of what a skipped step reports and the later state, take `torch.where(info.moved, loss,
+        0)`: else derivatives are NaN. In forward mode the tangents of float16 rows carry the scale: start at 2**10.
 
     Example:
         >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])
@@ -79,8 +76,7 @@ def step(
         ...     return {"fit": (x @ params["w"] - 1).square().sum(), "near": (params["w"] - 1).square().sum()}
         >>> method = {"losses": losses, "aggregator": upgrad(), "optimizer": sgd(lr=0.05)}
         >>> state = train_state(params, x, **method)
-        >>> for _ in range(20):
-        ...     state, info = step(state, x, **method)
+        >>> state, info = step(state, x, **method)
         >>> bool(info.moved), sorted(info.losses)
         (True, ['fit', 'near'])
     """
@@ -118,8 +114,6 @@ def step(
             buffers, memory = select(moved, (buffers, memory), (state.buffers, state.aggregator))
         return TrainState(params, buffers, moments, memory, scale), info
     except Exception as error:
-        if isinstance(error, TypeError):
-            note_losses(losses, len(plan.args) > 1 + len(batch), batch, error)
         note_other_optimizer(state, optimizer, error)
         raise
 

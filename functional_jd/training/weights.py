@@ -13,10 +13,10 @@ from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count
 from functional_jd.core.arguments import check_type, described, here, refuse
-from functional_jd.core.record_display import Table, displayed_as, outline
+from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.sharding import is_sharded, meshes_of
-from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import all_finite, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine, Plan
@@ -33,17 +33,9 @@ from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of
 from functional_jd.training.driver import observe, prepare, weighed
-from functional_jd.training.state import by_objective
 
 
-def _table(found: Any) -> Table:
-    """Losses by name, each with its weight; of a batch of them, the outline."""
-    weights, losses, _ = found
-    rows = by_objective(losses, weights) if isinstance(weights, Tensor) else None
-    return outline(found) if rows is None else (type(found).__name__, *rows)
-
-
-@displayed_as(_table)
+@displayed_as(outline)
 class FoundWeights(NamedTuple):
     """What a function made by `weights_fn` returns.
 
@@ -111,19 +103,17 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     check_rule(aggregator)
 
     def weights_of(params: Params, *batch: Any, state: Tree = None, scale: ScaleState | None = None) -> FoundWeights:
-        leaves, _ = floating_leaves(params)
         params = detach_parameters(params)  # raises in every call: trainers freeze and thaw
         if state is None:
-            check_ranks(losses, leaves, {"parameters": params}, {"rule": aggregator})
+            check_ranks(losses, params, {"parameters": params}, {"rule": aggregator})
         how: Any = {"engine": _engine_for(group, losses, params), "guarded": False, "starting": state is None}
-        scale = no_scale() if scale is None else scale
         plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, **how)
         if state is None and not (torch.compiler.is_compiling() or under_transform()):
             check_learning(plan, StateJournal(), training=False)
         seen = observe(plan, engine)
         weights, memory = weights_and_memory(plan, seen, state, engine.replicate)
         if state is None:
-            check_ranks(losses, leaves, {"keys": keys_of(memory)})
+            check_ranks(losses, params, {"keys": keys_of(memory)})
             if weights.requires_grad and not under_transform():
                 _warn_of_graph(params)
         return FoundWeights(weights, seen.losses, memory)

@@ -3,6 +3,7 @@
 import sys
 from collections import deque
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -252,6 +253,21 @@ def test_batches_come_from_anywhere(loader, take, progress):
     state = train_state({"w": torch.zeros(3)}, *([given] if take is named else given.values()), **how)
     after = fit(partial(step, **how), state, loader, progress=progress)
     assert torch.isfinite(after.params["w"]).all()
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_named_tuple_is_spread_unless_it_is_wrapped():
+    pair, whole = Pair(*batches(2)), lambda params, batch: two(params, *batch)
+    how, spread = (HOW | {"losses": f, "aggregator": total()} for f in (whole, two))
+    state = train_state({"w": torch.zeros(3)}, pair, **how)
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        fit(partial(step, **how), state, [pair])
+    found = fit(partial(step, **how), state, [(pair,)]), fit(partial(step, **spread), state, [pair])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_the_bar_tells_the_losses_and_what_was_skipped(capsys):

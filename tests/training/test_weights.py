@@ -85,17 +85,6 @@ def test_weights_have_the_dtype_of_the_losses_but_no_less_than_float32(dtype):
     assert all(p.grad.dtype == dtype for p in own.values())
 
 
-def test_weights_are_shown_beside_the_losses_that_they_are_of():
-    pair = lambda params: {"z": 100 * params["w"].square().sum(), "a": (params["w"] - 3).square().sum()}
-    params = {"w": torch.ones(2)}
-    found = jd.weights_fn(pair, jd.constant(torch.tensor([0.25, 0.75])))(params)
-    lines = [line.split() for line in str(found).splitlines()]
-    assert lines == [["FoundWeights"], ["objective", "loss", "weight"], ["a", "8", "0.25"], ["z", "200", "0.75"]]
-    assert jd.objective_names(found.losses) == ["a", "z"]
-    several = torch.vmap(lambda w: jd.weights_fn(pair, jd.mean())({"w": w}))(torch.ones(3, 2))
-    assert "3 numbers" in str(several) or "[3, 2]" in str(several)
-
-
 def test_a_rule_goes_on_from_the_state_that_is_passed():
     params, x = problem(range(9))
     rule = jd.random_weights(jd.random.key(0))
