@@ -1,6 +1,6 @@
 """What every rule that looks at the losses must show, beside the laws of the kit.
 
-`check_direction` compares with plain autograd, `check_slopes` with finite differences.
+`check_direction` compares with plain autograd.
 """
 
 import torch
@@ -65,14 +65,6 @@ def check_direction(rule, s, state=None):
             found, leaves = found["shared"], leaves["shared"]
         expected = torch.autograd.grad(s(values), tree_leaves(leaves))
         torch.testing.assert_close(tree_leaves(found), list(expected))
-
-
-def check_slopes(rule, s, losses, state=None, step=1e-6):
-    """The weights are the slopes of s, by central differences."""
-    bumps = step * losses * torch.eye(len(losses), dtype=torch.float64)
-    slopes = [(s(losses + bump) - s(losses - bump)) / (2 * bump.sum()) for bump in bumps]
-    found = aggregate(rule, torch.ones(len(losses), 1), state, losses=losses).weights
-    torch.testing.assert_close(found, torch.stack(slopes), atol=1e-8, rtol=1e-6)
 
 
 def calls(rule, sequence, state=None):

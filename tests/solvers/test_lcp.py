@@ -43,19 +43,6 @@ def bound(A):
 
 
 @given(problems(most=8))
-def test_the_conditions_hold(problem):
-    A, x = problem
-    M, q = A @ A.T, x @ A.T
-    s = linear_complementarity(M, q)
-    w = s @ M + q
-    size = 1 + s.abs().max()
-    unique = torch.linalg.matrix_rank(A) == len(A)  # else rounding shows along what M does not see
-    assert s.min() >= (-bound(A) if unique else -1e-3) * size
-    assert w.min() >= -bound(A) * size
-    assert (s * w).abs().max() <= bound(A) * size
-
-
-@given(problems(most=8))
 def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
     A, x = problem
     M, q = A @ A.T, x @ A.T

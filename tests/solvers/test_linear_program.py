@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps, half_the_digits
 from scipy.optimize import linprog
 
 from functional_jd.solvers.linear_program import linear_program
@@ -36,9 +37,11 @@ def test_it_is_as_good_as_scipys_and_allowed(n, r, degenerate, solver):
         given = program(seed, n, r, degenerate)
         x = linear_program(*map(torch.tensor, given), solver).numpy()
         objectives, rows, limits = given
-        assert x.min() >= -1e-12
-        assert (rows @ x - limits).max() <= 1e-12
-        np.testing.assert_allclose(objectives @ x, best(*given), atol=1e-8)
+        rounding = 64 * n * r * eps()
+        assert x.min() >= -rounding
+        assert (rows @ x - limits).max() <= rounding
+        # SciPy gives up a constraint by 1e-10, and the objective by as much times its multipliers.
+        assert np.abs(objectives @ x - best(*given)).max() <= half_the_digits(1 + np.abs(objectives).sum())
 
 
 def test_the_first_objective_comes_first():
@@ -77,11 +80,12 @@ def test_a_batch_is_solved_as_each_alone(solver):
     given = [tuple(map(torch.tensor, program(seed, 4, 6, seed % 2 == 0))) for seed in range(6)]
     stacked = [torch.stack(parts) for parts in zip(*given, strict=True)]
     alone = torch.stack([linear_program(*one) for one in given])
-    torch.testing.assert_close(linear_program(*stacked, solver), alone, rtol=0, atol=1e-12)
+    rounding = 64 * 4 * 6 * eps()
+    check_within(linear_program(*stacked, solver), alone, rounding)
     mapped = torch.vmap(lambda *one: linear_program(*one, solver))(*stacked)
-    torch.testing.assert_close(mapped, alone, rtol=0, atol=1e-12)
+    check_within(mapped, alone, rounding)
     nested = torch.vmap(torch.vmap(linear_program))(*(x.view(2, 3, *x.shape[1:]) for x in stacked))
-    torch.testing.assert_close(nested.view(6, 4), alone, rtol=0, atol=1e-12)
+    check_within(nested.view(6, 4), alone, rounding)
 
 
 def test_derivatives_of_the_vertex():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import check_within, eps
 from simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -98,9 +99,7 @@ def test_derivatives_are_those_of_the_host(build):
 
 def near(found, expected):
     """Equal up to rounding: where a tensor lies in memory decides in which order products are added up."""
-    torch.testing.assert_close(
-        found, expected, rtol=0, atol=1e3 * torch.finfo(torch.float64).eps * expected.abs().max()
-    )
+    check_within(found, expected, 2**10 * eps() * expected.abs().max())
 
 
 def test_in_inference_mode_the_numbers_are_the_same():

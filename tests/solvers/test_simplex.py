@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from bounds import check_within, eps, sum_bound
+from bounds import eps, sum_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.optimize import brentq
 
 from functional_jd.solvers.simplex import simplex_projection
 
@@ -27,18 +26,6 @@ def test_nearest_by_the_conditions_of_optimality(y, exponent):
     rounding = 4 * len(y) * eps() * y.abs().max().clamp(min=1)
     assert theta.max() - theta.min() <= rounding
     assert (y[w == 0] <= theta.min() + rounding).all()
-
-
-@given(points)
-def test_theta_is_the_root_of_a_scalar_equation(y):
-    theta = brentq(lambda t: np.maximum(y.numpy() - t, 0).sum() - 1, y.min().item() - 2, y.max().item(), xtol=1e-14)
-    check_within(simplex_projection(y), (y - theta).clamp(min=0), 1e-14 + 4 * len(y) * eps() * (1 + y.abs().max()))
-
-
-@given(points)
-def test_projecting_twice_is_projecting_once(y):
-    w = simplex_projection(y)
-    check_within(simplex_projection(w), w, 4 * sum_bound(w))
 
 
 def test_one_is_not_lost_beside_large_entries():

@@ -93,28 +93,14 @@ def test_what_has_no_answer_has_derivatives_of_zero():
     torch.testing.assert_close(torch.func.grad(total)(problem(5), radii), expected)
 
 
-def test_first_and_second_derivatives_are_those_of_finite_differences():
-    for m, radius in ((2, 0.5), (5, 0.9), (5, 3.0)):
-        N, _, sizes = problem(m, seed=1, spread=0.1)
-        x = torch.nn.functional.normalize(N.sum(0), dim=0)
-        assert solve(N, x, sizes, radius).count_nonzero() >= 2
-        inputs = N.requires_grad_(), x.requires_grad_(), sizes.requires_grad_()
-        f = lambda N, x, sizes, radius=radius: solve(N, x, sizes, radius)
-        assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(f, inputs)
-
-
 @pytest.mark.parametrize("radius", [0.01, 0.5, 3.0])
-def test_derivatives_in_the_radius_are_those_of_finite_differences(radius):
+def test_a_radius_is_a_value_with_derivatives(radius):
     N, x, sizes = problem(5, seed=1)
     f = lambda radius: solve(N, x, sizes, radius)
     c = torch.tensor(radius, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(f(c), f(radius))
     assert torch.autograd.gradcheck(f, c, eps=1e-6 * radius, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, c, eps=1e-6 * radius)
-    step = 1e-5 * radius
-    slope = (f(radius + step) - f(radius - step)) / (2 * step)
-    torch.testing.assert_close(torch.func.jacfwd(f)(c.detach()), slope, rtol=1e-7, atol=1e-8)
     radii = c.detach() * torch.tensor([1.0, 2.0])
     torch.testing.assert_close(torch.vmap(f)(radii), torch.stack([f(radius), f(2 * radius)]))
     assert f(c * torch.nan).isnan().all()
