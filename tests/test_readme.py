@@ -27,7 +27,6 @@ GUIDES = [
         "diagnose",
         "own_rule",
         "recipes",
-        "recipes_optimizers",
         "recipes_models",
         "compile",
         "gpu",

@@ -30,16 +30,14 @@ def blocks(path, first=None, last=None):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What the reader of the recipes has after all three pages, each of which begins with what it needs."""
+    """What the reader of the recipes has after both pages, each of which begins with what it needs."""
     module = ModuleType("reader")
     session = vars(module)
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.setitem(sys.modules, "reader", module)  # where torch.compile looks for what is global
         patch.chdir(tmp_path_factory.mktemp("reader"))
         torch.manual_seed(0)
-        for block in chain(
-            *(blocks(GUIDES / f"{page}.md") for page in ("recipes", "recipes_optimizers", "recipes_models"))
-        ):
+        for block in chain(*(blocks(GUIDES / f"{page}.md") for page in ("recipes", "recipes_models"))):
             exec(compile(block, "recipes", "exec"), session)
         session["table"] = [*csv.reader(Path("losses.csv").read_text(encoding="utf-8").splitlines())]
     return session
@@ -236,7 +234,7 @@ def test_the_schedule_is_that_of_torch(shown):
 
 
 def test_steps_are_counted_where_the_page_of_the_current_rate_says(shown):
-    page = (GUIDES / "recipes_optimizers.md").read_text(encoding="utf-8")
+    page = (GUIDES / "recipes.md").read_text(encoding="utf-8")
     section = page.partition("## The current rate")[2].partition("\n## ")[0]
     by_group, measured = re.findall(r"`(state\.optimizer\[.*?)`", section)
     batch = shown["x"], shown["kind"], shown["price"]
@@ -247,7 +245,7 @@ def test_steps_are_counted_where_the_page_of_the_current_rate_says(shown):
 
 
 def test_the_rate_falls_where_nothing_gets_better(shown):
-    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "def validation" in code]
+    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "def validation" in code]
     values = iter([3.0, 2.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0])
     code = block.partition("rate, least")
     session = shown | {"validation": lambda params: next(values)}
@@ -279,7 +277,7 @@ def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
 @pytest.mark.parametrize("spoiled", [None, "price", "x"])
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_accumulated_parts_skip_and_scale_as_a_step_of_the_whole_batch(shown, spoiled, shape):
-    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "jd.accumulate(" in code]
+    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "jd.accumulate(" in code]
     batch = {name: shown[name].clone() for name in ("x", "kind", "price")}
     if spoiled:
         batch[spoiled][5] = torch.inf
