@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-inductor test-kernels test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts bench-gpu evidence claims notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-kernels test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts bench-gpu evidence optimizers-study claims notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -60,6 +60,9 @@ bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOO
 
 evidence: $(VENV)/$(if $(QUICK),.test,.evidence)  ## rules beside plain and searched sums: hours, restartable; QUICK=1: one or two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)
+
+optimizers-study: $(VENV)/.test  ## does the optimizer hide the rule? half an hour, restartable; QUICK=1: seconds
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence/study_optimizers.py $(if $(QUICK),--quick)
 
 claims: $(VENV)/.bench  ## measure the comparison with peers in docs/coming_from.md again: a minute or two
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/claims

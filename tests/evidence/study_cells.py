@@ -10,7 +10,6 @@ import torch
 from study_problem import Problem
 from study_rules import Method, backward_passes
 from study_training import Draws, Trained, time_ratio, train
-from torch import Tensor
 
 import functional_jd as jd
 
@@ -32,10 +31,19 @@ def machine() -> Cell:
 
 def under_method(problem: Problem, method: Method, draws: Draws, steps: int, rounds: int = 10) -> Cell:
     """Train with all rates, and with more of them while the best is at an edge."""
-    weights = draws.scale(method.scale)
-    rates = list(RATES)
-    runs = [_with_rates(problem, method, draws, weights, rates, steps)]
-    order = list(rates)
+    runs, order, top = tuned(problem, method, draws, steps)
+    found = kept(runs, [{"rate": rate} for rate in order], len(draws.data))
+    passes = backward_passes(method.build, problem.m)
+    ratio = time_ratio(problem, method.build, draws, rounds)
+    inside = min(order) < top < max(order)
+    return found | {"inside": inside, "best_rate": top, "passes": passes, "time": digits(ratio), "machine": machine()}
+
+
+def tuned(
+    problem: Problem, method: Method, draws: Draws, steps: int, optimizer: Any = None
+) -> tuple[list[Trained], list[float], float]:
+    """The runs with all rates, the rates in their order, and the best of them."""
+    runs, order = [_with_rates(problem, method, draws, list(RATES), steps, optimizer)], list(RATES)
     for _ in range(2 * EXTENSIONS):
         means = {rate: _best_mean(runs, order, rate) for rate in order}
         top = max(means, key=lambda rate: means[rate])
@@ -46,23 +54,19 @@ def under_method(problem: Problem, method: Method, draws: Draws, steps: int, rou
             more = high * 4
         else:
             break
-        runs.append(_with_rates(problem, method, draws, weights, [more], steps))
+        runs.append(_with_rates(problem, method, draws, [more], steps, optimizer))
         order.append(more)
     means = {rate: _best_mean(runs, order, rate) for rate in order}
-    top = max(means, key=lambda rate: means[rate])
-    found = kept(runs, [{"rate": rate} for rate in order], len(draws.data))
-    passes = backward_passes(method.build, problem.m)
-    ratio = time_ratio(problem, method.build, draws, rounds)
-    inside = min(order) < top < max(order)
-    return found | {"inside": inside, "best_rate": top, "passes": passes, "time": digits(ratio), "machine": machine()}
+    return runs, order, max(means, key=lambda rate: means[rate])
 
 
 def _with_rates(
-    problem: Problem, method: Method, draws: Draws, weights: Tensor, rates: list[float], steps: int
+    problem: Problem, method: Method, draws: Draws, rates: list[float], steps: int, optimizer: Any
 ) -> Trained:
+    weights = draws.scale(method.scale)
     c, (d, m) = len(rates), weights.shape
     column = torch.tensor(rates)[:, None].expand(c, d)
-    return train(problem, method, draws, column, weights.expand(c, d, m), steps)
+    return train(problem, method, draws, column, weights.expand(c, d, m), steps, optimizer=optimizer)
 
 
 def _best_mean(runs: list[Trained], order: list[float], rate: float) -> float:

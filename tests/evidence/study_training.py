@@ -1,7 +1,7 @@
 """Trainings of the study: all rates and draws of a method at once, by one vmap over train states."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,12 @@ def train(
     *,
     marks: Tensor | None = None,
     whole: bool = False,
+    optimizer: Callable[[Any], jd.Optimizer] | None = None,
 ) -> Trained:
     """Train c configurations in all draws: rates `[c, d]`, and factors `[c, d, m]` of the losses.
 
     The rule of a training is built from its mark, `marks` `[c d, ...]`; without them, from the random key of its draw.
-    With `whole`, all steps are taken, whatever the scores do.
+    With `whole`, all steps are taken, whatever the scores do. `optimizer` builds one from a rate; Adam unless given.
     """
     begin = time.perf_counter()
     c, d, _ = weights.shape
@@ -119,7 +120,7 @@ def train(
 
     def parts(mark: Tensor, weight: Tensor, rate: Any) -> dict[str, Any]:
         losses = lambda params, *rows: weight * problem.losses(params, *rows)
-        return {"losses": losses, "aggregator": method.build(mark), "optimizer": optimizer_for(rate)}
+        return {"losses": losses, "aggregator": method.build(mark), "optimizer": (optimizer or optimizer_for)(rate)}
 
     def batch() -> tuple[Tensor, ...]:
         rows = [batch_of(problem, found, source) for found, source in zip(draws.data, sources, strict=True)]

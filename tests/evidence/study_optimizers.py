@@ -1,0 +1,275 @@
+"""`make optimizers-study`: does the optimizer hide the rule? SGD with momentum, AdamW and Muon under the same rules.
+
+Trains what `optimizers.json` lacks, stores each cell as soon as it is there, and so goes on where it was stopped; then
+writes the tables of `REPORT.md` and `docs/evidence.md`, and the picture `docs/evidence_optimizers.svg`. `--page` writes
+them from what is stored; `--quick` trains little in two draws, prints scores, and stores nothing. See `PROTOCOL.md`.
+"""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from problems import PROBLEMS
+from study_cells import Cell, digits, tuned
+from study_format import points, signed, spelled, table
+from study_pictures import FAINT, INK, SETTINGS, WORSE
+from study_rules import backward_passes, methods_for
+from study_statistics import REFERENCE, Difference, difference
+from study_training import LOOKS, Trained, draws_of
+from torch import Tensor
+
+import functional_jd as jd
+
+STORED = Path(__file__).with_name("optimizers.json")
+REPORT = Path(__file__).with_name("REPORT.md")
+DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- begin: made by tests/evidence, optimizers -->", "<!-- end: optimizers -->"
+DEVELOPMENT = ("tumours", "diabetes", "helmholtz", "fairness", "bandit", "unbalanced", "units", "two_digits")
+METHODS = (REFERENCE, "mean", "upgrad", "config", "nash_mtl", "unit_sum")
+DRAWS = 5
+Cells = dict[str, Cell]
+
+
+def sgd(rate: Any) -> jd.Optimizer:
+    """SGD with momentum, at a rate in units of the first direction, so that the units of losses do not matter."""
+    inner = jd.sgd(rate, momentum=0.9)
+
+    def update(direction: Any, state: Any, params: Any) -> Any:
+        kept, unit = state
+        flat = torch.cat([d.flatten() for d in direction.values()]).double()  # whose squares do not underflow
+        unit = torch.where(unit > 0, unit, flat.square().mean().sqrt().float())
+        in_units = {name: d / torch.where(unit > 0, unit, 1) for name, d in direction.items()}
+        params, kept = inner.update(in_units, kept, params)
+        return params, (kept, unit)
+
+    return jd.Optimizer(lambda params: (inner.init(params), torch.tensor(0.0)), update)
+
+
+def adamw(rate: Any) -> jd.Optimizer:
+    return jd.adamw(rate, eps=1e-20, weight_decay=0.0)
+
+
+def muon(rate: Any) -> jd.Optimizer:
+    """Muon for matrices and AdamW for vectors.
+
+    `torch.optim.Muon` works in place and takes no vmap: these are its formulas, in float32, at the rate of AdamW.
+    """
+
+    def update(direction: Any, state: Any, params: Any) -> Any:
+        kept = {name: torch.lerp(state[name], d, 0.05) for name, d in direction.items()}
+        moved = {
+            name: p - 0.2 * max(p.shape) ** 0.5 * rate * orthogonal(torch.lerp(direction[name], kept[name], 0.95))
+            for name, p in params.items()
+        }
+        return moved, kept
+
+    matrices = jd.Optimizer(lambda params: {name: torch.zeros_like(p) for name, p in params.items()}, update)
+    label = lambda name, leaf: "matrices" if leaf.ndim == 2 else "vectors"
+    return jd.by_label({"matrices": matrices, "vectors": adamw(rate)}, label)
+
+
+def orthogonal(G: Tensor) -> Tensor:
+    """A matrix with the singular vectors of another, and singular values near 1, by five steps of Newton and Schulz."""
+    X = G.mT if G.shape[0] > G.shape[1] else G
+    largest = X.abs().amax()
+    X = X / torch.where(largest > 0, largest, 1)  # no square underflows, whatever the unit
+    X = X / torch.linalg.matrix_norm(X).clamp(min=1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.775 * A + 2.0315 * A @ A) @ X
+    return X.mT if G.shape[0] > G.shape[1] else X
+
+
+OPTIMIZERS: dict[str, Callable[[Any], jd.Optimizer]] = {"SGD": sgd, "AdamW": adamw, "Muon": muon}
+
+
+def keys() -> list[tuple[str, str, str]]:
+    """Problem, optimizer and method of every cell."""
+    return [(problem, name, method) for problem in DEVELOPMENT for name in OPTIMIZERS for method in METHODS]
+
+
+def cell_of(problem: Any, optimizer: str, method: str, draws: Any, steps: int) -> Cell:
+    """Train one method under one optimizer with all rates; test scores after all steps, and after as many passes."""
+    chosen = methods_for(problem.m)[method]
+    runs, order, top = tuned(problem, chosen, draws, steps, OPTIMIZERS[optimizer])
+    passes = backward_passes(chosen.build, problem.m)
+    return {
+        "steps": digits(chosen_by_validation(runs, LOOKS)),
+        "passes": digits(chosen_by_validation(runs, max(1, LOOKS // passes))),
+        "rate": top,
+        "inside": min(order) < top < max(order),
+        "taken": max(run.steps for run in runs),
+        "skipped": digits(float(torch.cat([run.skipped for run in runs]).mean())),
+    }
+
+
+def chosen_by_validation(runs: list[Trained], looks: int) -> list[float]:
+    """The test score of each draw, at the rate and moment that validation chooses among the first looks."""
+    best = [run.validation[:looks].max(0) for run in runs]  # [c, d]
+    test = torch.cat([run.test.gather(0, b.indices[None])[0] for run, b in zip(runs, best, strict=True)])
+    place = torch.cat([b.values for b in best]).argmax(0)
+    return test.gather(0, place[None])[0].tolist()
+
+
+def run(path: Path = STORED) -> Cells:
+    """Train what is not stored yet, and store it."""
+    cells: Cells = json.loads(path.read_text()) if path.exists() else {}
+    begin, name = time.perf_counter(), ""
+    for problem, optimizer, method in keys():
+        if (key := f"{problem}/{optimizer}/{method}") in cells:
+            continue
+        if name != problem:
+            name, built = problem, PROBLEMS[problem].build()
+            draws = draws_of(built, DRAWS)
+        cells[key] = cell_of(built, optimizer, method, draws, built.steps)
+        part = path.with_suffix(".part")
+        part.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(c)}" for k, c in cells.items()) + "\n}\n")
+        part.replace(path)
+        print(f"{len(cells):4} of {len(keys())}  {key:34} {mean(cells[key]['steps']):.3f}", end="  ")
+        print(f"{time.perf_counter() - begin:6.0f} s", flush=True)
+    return cells
+
+
+def against(cells: Cells, problem: str, optimizer: str, method: str, at: str) -> Difference | None:
+    """The paired difference to standardised sums under the same optimizer, at equal "steps" or "passes"."""
+    pair = [cells.get(f"{problem}/{optimizer}/{name}") for name in (method, REFERENCE)]
+    if None in pair:
+        return None
+    ours, theirs = (torch.tensor(cell[at], dtype=torch.float64) for cell in pair)
+    return difference(ours, theirs, PROBLEMS[problem].shared)
+
+
+def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float | None:
+    """The score of the best rule less that of the worst, with all losses on one scale: without `mean` as they come."""
+    found = [cells.get(f"{problem}/{optimizer}/{m}") for m in METHODS if m not in ("mean", "upgrad")]
+    scores = [mean(cell[at]) for cell in found if cell]
+    return max(scores) - min(scores) if len(scores) == len(found) else None
+
+
+def short(cells: Cells) -> list[str]:
+    """A row a method, two columns an optimizer: mean differences over problems, and how many are beyond intervals."""
+    titles = [f"{name}, equal {at}" for name in OPTIMIZERS for at in ("steps", "passes")]
+    rows = []
+    for method in METHODS[1:]:
+        row = [spelled(method)]
+        for name in OPTIMIZERS:
+            for at in ("steps", "passes"):
+                found = [against(cells, problem, name, method, at) for problem in DEVELOPMENT]
+                found = [d for d in found if d is not None]
+                words = [d.word for d in found]
+                counts = f"{words.count('better')} / {words.count('worse')}"
+                row.append(f"{signed(mean(d.mean for d in found))} ({counts})" if found else "-")
+        rows.append(row)
+    row = ["spread of rules"]
+    for name in OPTIMIZERS:
+        for at in ("steps", "passes"):
+            values = [s for problem in DEVELOPMENT if (s := spread(cells, problem, name, at)) is not None]
+            row.append(f"{100 * mean(values):.1f}" if values else "-")
+    return table(["", *titles], [*rows, row])
+
+
+def whole(cells: Cells) -> list[str]:
+    """A row a problem and optimizer, a column a method, at equal steps, with intervals."""
+    rows = []
+    for problem in DEVELOPMENT:
+        for name in OPTIMIZERS:
+            own = cells.get(f"{problem}/{name}/{REFERENCE}")
+            found = [against(cells, problem, name, method, "steps") for method in METHODS[1:]]
+            if own:
+                rows.append(
+                    [problem, name, f"{mean(own['steps']):.3f}", *("-" if d is None else points(d) for d in found)]
+                )
+    edges = [cell["inside"] for cell in cells.values()]
+    words = (
+        f"{len(cells)} of {len(keys())} cells; the best rate lies at an edge of the extended grid in "
+        f"{edges.count(False)} of them."
+    )
+    return [*table(["", "optimizer", spelled(REFERENCE), *map(spelled, METHODS[1:])], rows), "", words]
+
+
+WORDS = (
+    "Differences to standardised sums under the same optimizer, in hundredths of the score, the mean over eight "
+    "development problems in five draws; in brackets, on how many problems the 95 % interval leaves out 0: better / "
+    "worse. *Equal passes*: a rule that takes m backward passes a step takes 1 / m of the steps. *Spread of rules*: "
+    "the best less the worst of standardised sums, `config()`, `nash_mtl()` and *unit_sum*, whose results do not "
+    "depend on units, the mean over problems."
+)
+
+
+def with_section(text: str, lines: list[str], heading: str, before: str) -> str:
+    """The text with lines between the marks; without marks, with a new section before a heading."""
+    made = "\n".join([BEGIN, "", *lines, "", END])
+    if BEGIN in text:
+        return text.partition(BEGIN)[0] + made + text.partition(END)[2]
+    first, found, rest = text.partition(f"\n{before}\n")
+    if not found:
+        raise ValueError(f"with_section: the text must have the heading {before!r}, found none.")
+    return f"{first}\n{heading}\n\n{made}\n{found}{rest}"
+
+
+def write_page(cells: Cells, folder: Path = DOCS, report: Path = REPORT) -> None:
+    """Write both tables into the report, the short one into the page, and draw the picture."""
+    title, lines = "## Does the optimizer hide the rule?", [WORDS, "", *short(cells)]
+    picture = ["![Differences to standardised sums by rule and optimizer](evidence_optimizers.svg)", ""]
+    for path, made, before in (
+        (report, [*lines, "", *whole(cells)], "## What speaks against it"),
+        (folder / "evidence.md", [*picture, *lines], "## What speaks against it"),
+    ):
+        path.write_text(with_section(path.read_text(encoding="utf-8"), made, title, before), encoding="utf-8")
+    draw(cells, folder / "evidence_optimizers.svg")
+
+
+def draw(cells: Cells, path: Path) -> None:
+    """A panel an optimizer, a line a method: a dot a problem, and a bar at the mean, at equal steps."""
+    with mpl.rc_context(SETTINGS | {"font.size": 11}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        axes = figure.subplots(1, len(OPTIMIZERS), sharex=True, sharey=True, squeeze=False)[0]
+        for axis, name in zip(axes, OPTIMIZERS, strict=True):
+            axis.axvline(0, color=INK, linewidth=0.8)
+            for y, method in enumerate(METHODS[:0:-1]):
+                found = [against(cells, problem, name, method, "steps") for problem in DEVELOPMENT]
+                values = [max(-20.0, 100 * d.mean) for d in found if d is not None]
+                axis.plot(values, [y] * len(values), "o", color="#0072B288")
+                if values:
+                    axis.plot([mean(values)] * 2, [y - 0.35, y + 0.35], color=WORSE, linewidth=3)
+            axis.set_yticks(range(len(METHODS) - 1), [spelled(method).strip("`*") for method in METHODS[:0:-1]])
+            axis.set(title=name)
+            axis.grid(color=FAINT, linewidth=0.5)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.patch.set_alpha(0)
+        figure.supxlabel("hundredths of the score over standardised sums", color=INK)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train what is missing, then write tables and picture."""
+    parser = ArgumentParser("python tests/evidence/study_optimizers.py", None, __doc__)
+    parser.add_argument("--quick", action="store_true", help="two problems, few steps: stores nothing")
+    parser.add_argument("--page", action="store_true", help="only write the pages from what is stored")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.quick:
+        for name in DEVELOPMENT[:2]:
+            problem = PROBLEMS[name].build()
+            draws = draws_of(problem, 2)
+            for optimizer in OPTIMIZERS:
+                for method in METHODS:
+                    cell = cell_of(problem, optimizer, method, draws, 40)
+                    print(f"{name:10} {optimizer:6} {method:13} {mean(cell['steps']):.3f}", flush=True)
+        return
+    write_page(json.loads(STORED.read_text()) if given.page else run())
+
+
+if __name__ == "__main__":
+    main()
