@@ -47,18 +47,11 @@ def pictures() -> dict[str, Callable[[], Any]]:
     """How each function is called for its picture: it returns axes, or a list of them."""
     infos, states = _training()
     two = {name: RULES[name] for name in ("mean", "upgrad")}
-    cosines = torch.tensor([[1.0, -0.6, 0.3], [-0.6, 1.0, 0.1], [0.3, 0.1, 1.0]])
     return {
         "cone": partial(plotting.cone, ROWS, RULES, names=["cost", "time"]),
-        "conflicts": partial(plotting.conflicts, infos),
         "front": _front,
-        "heatmap": partial(plotting.heatmap, cosines, ["left", "right", "image"]),
         "history": partial(plotting.history, infos, states),
-        "losses": partial(plotting.losses, infos),
-        "norms": partial(plotting.norms, infos),
-        "scales": partial(plotting.scales, states, infos),
         "trajectories": partial(plotting.trajectories, plotting.quadratics(), two),
-        "weights": partial(plotting.weights, infos),
     }
 
 

@@ -15,9 +15,9 @@ if find_spec("matplotlib") is None:
         'functional_jd.plotting: needs matplotlib, found none. Install it: pip install "functional_jd[plot]".'
     )
 
-from functional_jd.plotting.directions import cone, heatmap
+from functional_jd.plotting.directions import cone
 from functional_jd.plotting.front import front
-from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
+from functional_jd.plotting.history import history
 from functional_jd.plotting.style import PALETTE, legend
 from functional_jd.plotting.trajectories import (
     Path,
@@ -32,16 +32,10 @@ __all__ = [
     "Path",
     "Problem",
     "cone",
-    "conflicts",
     "descend",
     "front",
-    "heatmap",
     "history",
     "legend",
-    "losses",
-    "norms",
     "quadratics",
-    "scales",
     "trajectories",
-    "weights",
 ]

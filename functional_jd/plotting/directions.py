@@ -1,12 +1,10 @@
-"""Plots of the rows of a Jacobian: their dual cone with the directions of rules, and a heat map of their cosines."""
+"""A plot of the rows of a Jacobian: their dual cone, with the directions of rules."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import colors
-from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 from mpl_toolkits.mplot3d.proj3d import proj_transform
@@ -23,14 +21,11 @@ from functional_jd.core.rows import row_count
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
 from functional_jd.plotting.style import (
-    CONFLICT,
     PALETTE,
     Array,
     Ax,
     as_array,
     axes_or_new,
-    background_color,
-    check_points,
     legend,
     look,
     quiet,
@@ -109,7 +104,7 @@ def _coordinates(flat: Tensor) -> tuple[Tensor, str]:
     if m > 3 and n > 3:
         raise ValueError(
             f"cone: expected rows of two or three entries, or at most three rows, found {m} rows of {n} entries. "
-            "Select some of the rows, or plot their cosines: heatmap(cosines)."
+            "Select some of the rows, or print all cosines: describe(diagnose(jacobian))."
         )
     Q, R = torch.linalg.qr(flat.mT)
     signs = torch.where(R.diagonal() < 0, -1.0, 1.0)
@@ -196,11 +191,6 @@ def _set_limits(ax: Any, points: Array) -> None:
         return
     ax.set_box_aspect((1, 1, 1), zoom=0.92)
     ax.computed_zorder = False  # draws the arrows above the faces of the cone
-    for axis in (ax.xaxis, ax.yaxis, ax.zaxis):
-        axis.set_pane_color((0, 0, 0, 0))
-        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        axis.labelpad = 8
-        axis._axinfo["grid"].update(color=(0.5, 0.5, 0.5, 0.3), linewidth=0.6)  # there is no public API for the grid
 
 
 def _faces(rows: Array, radius: float) -> list[Array]:
@@ -232,59 +222,3 @@ def _sector(normals: Array, radius: float) -> Array:
                 clipped.append(corners[k])
         corners = np.array(clipped).reshape(-1, 2)
     return corners
-
-
-MAX_WITH_VALUES, MAX_WITH_NAMES = 12, 40
-"""The largest m for which the values are written in the cells, and for which the rows are labelled."""
-
-
-def heatmap(matrix: Tensor, names: Sequence[str] | None = None, ax: Ax | None = None) -> Ax:
-    """Plot the cosines of the rows: blue if positive, vermilion if negative (conflict), no colour at zero.
-
-    Args:
-        matrix: `[m, m]`, the cosines of a diagnosis.
-        names: one per row, `["left", "right"]`; `None` uses the row indices.
-        ax: the axes to draw on; `None` creates a figure.
-
-    Returns:
-        The axes. Up to 12 rows, the values are written in the cells; non-finite cells are grey.
-    """
-    cure = "Pass the cosines of a diagnosis."
-    check_points("matrix", matrix, "[m, m], one for each pair", lambda k, m: k == m > 0, cure)
-    m = len(matrix)
-    names = names_or_indices(names, m)
-    side = min(8.0, max(3.2, 1.6 + 0.6 * m))
-    ax = axes_or_new(ax, (side + 1.2, side))
-    values = as_array(matrix)
-    # From conflict to agreement; an odd number of colours, of which the middle one, the background, is that of zero.
-    cmap = colors.LinearSegmentedColormap.from_list("agreement", [CONFLICT, background_color(ax), PALETTE[0]], N=257)
-    cmap = cmap.with_extremes(bad=(0.5, 0.5, 0.5, 0.5))
-    image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, vmin=-1, vmax=1, interpolation="nearest")
-    _label_rows_and_columns(ax, names)
-    ax.figure.colorbar(image, ax=ax, label="cosine", shrink=0.8).outline.set_visible(False)
-    if m <= MAX_WITH_VALUES:
-        _write_values(ax, values, image)
-    return ax
-
-
-def _label_rows_and_columns(ax: Ax, names: list[str]) -> None:
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
-    if len(names) > MAX_WITH_NAMES:
-        return
-    ticks = range(len(names))
-    long = max(map(len, names)) > 5
-    rotated: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if long else {}
-    ax.set_yticks(ticks, names)
-    ax.set_xticks(ticks, names, **rotated)
-
-
-def _write_values(ax: Ax, values: Array, image: Any) -> None:
-    """Write the value in every cell, in black or white, whichever has more contrast."""
-    size = "medium" if len(values) < 8 else "small"
-    for (row, column), value in np.ndenumerate(values):
-        rgba = image.cmap(image.norm(value)) if np.isfinite(value) else None
-        color = text_color(ax) if rgba is None else "black" if np.dot(rgba[:3], (0.3, 0.59, 0.11)) > 0.45 else "white"
-        text = f"{value:z.2f}"
-        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=size)

@@ -70,7 +70,6 @@ PLOTTING = {
         },
         {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES},
     ),
-    "conflicts": _plot(plotting.conflicts, lambda: {"infos": _records(), "ax": _axes()}),
     "descend": Call(
         plotting.descend,
         lambda: {
@@ -92,11 +91,6 @@ PLOTTING = {
         },
         {"names": NAMES, "reference": OPTION},
     ),
-    "heatmap": _plot(
-        plotting.heatmap,
-        lambda: {"matrix": eye(2), "names": ["a", "b"], "ax": _axes()},
-        {"names": NAMES},
-    ),
     "history": _plot(
         plotting.history,
         lambda: {
@@ -104,21 +98,10 @@ PLOTTING = {
             "states": _scales(),
             "ax": _five_axes(),
         },
-        {"states": OPTION | {"list"}},
+        {"states": OPTION},
     ),
     "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
-    "losses": _plot(
-        plotting.losses,
-        lambda: {"infos": _records(), "ax": _axes(), "log": True},
-        {"log": SWITCH | OPTION},
-    ),
-    "norms": _plot(plotting.norms, lambda: {"infos": _records(), "ax": _axes()}),
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
-    "scales": _plot(
-        plotting.scales,
-        lambda: {"states": _scales(), "infos": _records(), "ax": _axes(), "names": ["a"]},
-        {"infos": OPTION | {"list"}, "names": OPTION | {"nested"}},
-    ),
     "trajectories": _plot(
         plotting.trajectories,
         lambda: {
@@ -130,7 +113,6 @@ PLOTTING = {
         },
         {"rules": kinds({"dict"}), "contours": SWITCH, "legend": SWITCH},
     ),
-    "weights": _plot(plotting.weights, lambda: {"infos": _records(), "ax": _axes()}),
 }
 
 

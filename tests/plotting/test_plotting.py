@@ -75,14 +75,11 @@ def _short_path(problem):
 
 
 QUADRATICS = plotting.quadratics()
+ENTRYWISE = [info._replace(weights={"w": torch.ones(2, 3)}) for info in _infos()]
 PICTURES = {
     "cone": lambda ax: plotting.cone(CONFLICTED, RULES, ax),
     "cone in space": lambda ax: plotting.cone(SPATIAL, RULES, ax),
-    "cosines": lambda ax: plotting.heatmap(torch.tensor([[1.0, -0.5], [-0.5, 1.0]]), ["left", "right"], ax),
-    "losses": lambda ax: plotting.losses(_infos(), ax),
-    "weights": lambda ax: plotting.weights(_infos(), ax),
-    "scales": lambda ax: plotting.scales(_states(), _infos(), ax),
-    "conflicts": lambda ax: plotting.conflicts(_gramian_infos(), ax),
+    "history": lambda ax: plotting.history(ENTRYWISE, ax=None if ax is None else [ax])[0],
     "trajectories": lambda ax: plotting.trajectories(QUADRATICS, _short_path(QUADRATICS), ax),
     "front": lambda ax: plotting.front(
         {"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax, reference=torch.ones(2)
@@ -121,8 +118,7 @@ def test_a_picture_reads_in_every_theme_and_leaves_the_rest_alone(name, theme, c
             beside, data, sheet = legend.get_window_extent(), ax.patch.get_window_extent(), ax.figure.bbox
             assert beside.x0 >= data.x1 - (30 if ax.name == "3d" else 0)
             assert sheet.x0 <= beside.x0 < beside.x1 <= sheet.x1
-        if name != "cosines":  # there, what is written stands on the cells
-            assert all(np.abs(np.array(to_rgb(word.get_color())) - background).min() > 0.8 for word in words)
+        assert all(np.abs(np.array(to_rgb(word.get_color())) - background).min() > 0.8 for word in words)
         assert all(8 <= word.get_fontsize() <= 14 for word in words)
     assert capsys.readouterr() == ("", "")
 
@@ -271,32 +267,6 @@ def test_rules_that_look_at_more_than_the_gramian_are_drawn():
     assert set(rules) <= set(_lines(ax))
 
 
-# The heat map
-
-
-@given(st.lists(st.integers(-9, 9), min_size=9, max_size=9))
-def test_cells_hold_the_matrix_in_colours_of_its_signs(entries):
-    matrix = torch.tensor(entries, dtype=torch.float64).reshape(3, 3) / 9
-    with _axes() as ax:
-        plotting.heatmap(matrix, ["a", "b", "c"], ax)
-        (image,) = ax.get_images()
-        np.testing.assert_array_equal(image.get_array(), matrix)
-        red, blue = image.to_rgba(matrix.numpy())[..., 0], image.to_rgba(matrix.numpy())[..., 2]
-        np.testing.assert_array_equal(np.sign(np.round(blue - red, 6)), np.sign(matrix.numpy()))
-        written = np.array([float(text.get_text()) for text in ax.texts]).reshape(3, 3)
-        np.testing.assert_allclose(written, matrix, atol=0.006)
-        assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b", "c"]
-
-
-def test_what_is_not_finite_is_grey_and_large_maps_are_not_written():
-    ax = plotting.heatmap(torch.tensor([[1.0, math.nan], [math.nan, math.inf]]))
-    assert [text.get_text() for text in ax.texts] == ["1.00", "nan", "nan", "inf"]
-    assert ax.get_images()[0].get_array().mask.sum() == 3
-    assert not plotting.heatmap(torch.eye(13)).texts
-    plotting.heatmap(torch.zeros(50, 50)).figure.canvas.draw()
-    assert [text.get_text() for text in plotting.heatmap(-0.0 * torch.ones(1, 1)).texts] == ["0.00"]
-
-
 # The history
 
 
@@ -311,7 +281,7 @@ def test_a_training_shows_its_losses_and_where_it_was_skipped():
         states.append(state.scale)
         state, info = jd.step(state, torch.full((3,), math.inf if k == 2 else 0.5), **parts)
         infos.append(info)
-    ax = plotting.losses(infos)
+    ax, weights, _, scales, _ = plotting.history(infos, states)
     for name in ("near", "far"):
         drawn = _lines(ax)[name].get_ydata()
         expected = [info.losses[name].item() for info in infos]
@@ -319,51 +289,37 @@ def test_a_training_shows_its_losses_and_where_it_was_skipped():
         np.testing.assert_allclose(np.delete(drawn, 2), np.delete(expected, 2), rtol=1e-6)
     assert list(_lines(ax)["skipped"].get_xdata()) == [2]
     assert _labels(ax) == ["far", "near", "skipped"]
-    ax = plotting.scales(states, infos)
-    np.testing.assert_array_equal(_lines(ax)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 17, 17, 18]))
-    assert ax.get_yscale() == "log"
+    np.testing.assert_array_equal(_lines(weights)["far"].get_ydata(), [info.weights[0] for info in infos])
+    np.testing.assert_array_equal(
+        _lines(scales)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 17, 17, 18])
+    )
+    assert _labels(scales) == ["all objectives", "skipped"]
 
 
-def test_weights_and_scales_have_a_line_per_objective():
-    ax = plotting.weights(_infos())
-    np.testing.assert_array_equal(_lines(ax)["b"].get_ydata(), np.arange(12) + 2)
-    ax = plotting.scales(_states(), names=["one", "two"])
-    np.testing.assert_array_equal(_lines(ax)["two"].get_ydata(), 2.0 ** (16 - np.arange(12) // 5))
-    assert _labels(plotting.scales(_states(), _infos())) == ["a", "b", "skipped"]
+def test_scales_have_a_line_per_objective():
+    ax = plotting.history(_infos(), _states())[2]
+    np.testing.assert_array_equal(_lines(ax)["b"].get_ydata(), 2.0 ** (16 - np.arange(12) // 5))
+    assert _labels(ax) == ["a", "b", "skipped"]
+    assert ax.get_yscale() == "linear"  # it halves twice
+    assert plotting.history(_infos(20), _states(20))[2].get_yscale() == "log"
 
 
 def test_losses_in_one_tensor_are_numbered_and_many_are_drawn_alike():
     few = [jd.StepInfo(torch.tensor([1.0, 2.0]), torch.ones(2), torch.tensor(True)) for _ in range(3)]
-    assert _labels(plotting.losses(few)) == ["objective 0", "objective 1"]
+    assert _labels(plotting.history(few)[0]) == ["objective 0", "objective 1"]
     table = torch.rand(5, 31, generator=torch.Generator().manual_seed(0))
     many = [jd.StepInfo(row, torch.ones(31), torch.tensor(True)) for row in table]
-    ax = plotting.losses(many)
+    ax = plotting.history(many)[0]
     assert _labels(ax) == ["one objective", "median of 31"]
     np.testing.assert_allclose(_lines(ax)["median of 31"].get_ydata(), table.median(1).values)
 
 
-def test_the_axis_of_losses_is_logarithmic_where_that_helps():
-    assert plotting.losses(_infos(3)).get_yscale() == "linear"
-    assert plotting.losses(_infos(60)).get_yscale() == "log"
-    assert plotting.losses(_infos(60), log=False).get_yscale() == "linear"
-
-
-def _ticks(ax):
-    ax.figure.canvas.draw()
-    low, high = ax.get_ylim()
-    return [text.get_text() for at, text in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True) if low < at < high]
-
-
-def test_wide_axes_are_logarithmic_and_their_ticks_plain_numbers():
-    infos = [info._replace(weights=torch.tensor([1.0, 1e6 * (k + 1)])) for k, info in enumerate(_infos(20))]
-    infos = [info._replace(gramian=torch.eye(2) * 4.0**-k, moved=torch.tensor(True)) for k, info in enumerate(infos)]
-    losses, weights, norms, _ = plotting.history(infos)
-    assert [ax.get_yscale() for ax in (losses, weights, norms)] == ["log"] * 3
-    assert _ticks(losses) == ["0.2", "0.5", "1", "2"]
+def test_axes_are_logarithmic_where_that_helps():
+    infos = [info._replace(weights=torch.tensor([1.0, 1e6 * (k + 1)])) for k, info in enumerate(_infos(60))]
+    assert [ax.get_yscale() for ax in plotting.history(infos)] == ["log"] * 2
+    assert plotting.history(infos[:3])[0].get_yscale() == "linear"
     signed = [info._replace(weights=torch.tensor([-1.0, 1e6])) for info in infos]
-    assert plotting.weights(signed).get_yscale() == "linear"
-    near = [info._replace(gramian=torch.eye(2) * (4 + k / 5)) for k, info in enumerate(infos)]
-    assert _ticks(plotting.norms(near)) != []
+    assert plotting.history(signed)[1].get_yscale() == "linear"
 
 
 def test_gramians_in_the_infos_give_norms_and_conflicts():
@@ -535,15 +491,14 @@ def test_trajectories_can_be_lean_and_rules_run_with_the_problems_own_settings()
 
 
 def test_a_legend_is_made_again_after_drawing_more():
-    ax = plotting.scales(_states())
+    ax = plotting.history(ENTRYWISE)[0]
     before = ax.get_legend().get_window_extent().x0
-    ax.plot([0, 11], [2.0**16] * 2, label="peer", **look(2))
-    quiet(ax, ylabel="scale")
+    ax.plot([0, 11], [1.0] * 2, label="peer", **look(2))
+    quiet(ax, ylabel="loss")
     plotting.legend(ax)
-    assert _labels(ax) == ["0", "1", "peer"]
+    assert _labels(ax) == ["a", "b", "skipped", "peer"]
     assert ax.get_legend().get_window_extent().x0 == before
     assert ax.get_lines()[-1].get_color() == plotting.PALETTE[2]
-    assert ax.get_ylabel() == "scale"
 
 
 # The front
@@ -586,18 +541,12 @@ def test_the_front_has_full_markers_and_the_rest_hollow_ones():
 # What is wrong
 
 
-ENTRYWISE = [info._replace(weights={"w": torch.ones(2, 3)}) for info in _infos()]
 WRONG = [
     (lambda: plotting.cone(torch.ones(4, 4)), "at most three rows, found 4 rows of 4 entries"),
     (lambda: plotting.cone(torch.tensor([[1.0, math.nan]])), "found nan or inf in the Jacobian"),
     (lambda: plotting.cone(CONFLICTED, names=["one"]), "cone: expected one name"),
     (lambda: plotting.cone(CONFLICTED[:0]), "cone: needs at least one row"),
     (lambda: plotting.cone(CONFLICTED, losses=torch.ones(3)), "cone: losses must be 2, one per row, found 3"),
-    (lambda: plotting.heatmap(torch.zeros(2, 3)), r"heatmap: matrix must be real numbers \[m, m\].*\[2, 3\]"),
-    (lambda: plotting.heatmap(torch.eye(2), ["one"]), "heatmap: expected one name for each of 2"),
-    (lambda: plotting.norms(_infos()), r"norms: infos must have Gramians, found none.*diagnose"),
-    (lambda: plotting.weights(ENTRYWISE), "weights: infos must have weights"),
-    (lambda: plotting.conflicts(_infos()), r"conflicts: infos must have Gramians, found none.*diagnose"),
     (lambda: plotting.quadratics(0.5), r"quadratics: condition must be a finite number >= 1, found 0\.5"),
     (lambda: plotting.quadratics(math.inf), "quadratics: condition must be a finite number >= 1, found inf"),
     (
@@ -635,14 +584,14 @@ def test_axes_that_do_not_fit_are_named():
         plotting.history(_infos(), ax=plt.subplots(3, 1)[1])
 
 
-@pytest.mark.parametrize("draw", [plotting.losses, plotting.weights, plotting.scales, plotting.history])
-def test_histories_say_what_is_wrong(draw):
-    with pytest.raises(TypeError, match="expected a list of records, one per step, found StepInfo"):
-        draw(_infos()[0])
-    with pytest.raises(ValueError, match="at least one step, found an empty list"):
-        draw([])
+def test_histories_say_what_is_wrong():
+    for infos, states in ((_infos()[0], None), (_infos(), _states()[0])):
+        with pytest.raises(TypeError, match="history: expected a list of records, one per step, found S"):
+            plotting.history(infos, states)
+    for infos, states in (([], None), (_infos(), [])):
+        with pytest.raises(ValueError, match="at least one step, found an empty list"):
+            plotting.history(infos, states)
     with pytest.raises(TypeError, match=r"each record must be a .*, found 1"):
-        draw([1])
-    if draw is not plotting.scales:
-        with pytest.raises(ValueError, match="the same objectives at every step"):
-            draw([*_infos(m=2), *_infos(m=3)])
+        plotting.history([1])
+    with pytest.raises(ValueError, match="the same objectives at every step"):
+        plotting.history([*_infos(m=2), *_infos(m=3)])
