@@ -1,4 +1,7 @@
-"""A picture of every function of `functional_jd.plotting`, for its entry in the reference, light and dark."""
+"""A picture of every function of `functional_jd.plotting`, for its entry in the reference, light and dark.
+
+`python docs/make_pictures.py` draws `demo.svg`, the picture of the README.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +11,10 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 import functional_jd as jd
+import functional_jd.__main__ as demo_of_digits
 from functional_jd import plotting
 
 ROWS = {"weight": torch.tensor([[2.0, 0.4], [-0.9, 0.6]], dtype=torch.float64)}
@@ -67,3 +72,28 @@ def write(folder: Path) -> list[str]:
                 figure.savefig(folder / f"plot_{name}_{theme}.png", dpi=110)
                 plt.close(figure)
     return list(drawn)
+
+
+def demo(reports: dict[str, Any], file: Path) -> None:
+    """Draw what the demo finds, for the README: the learning curves of two tasks, a line for each rule."""
+    axes: Any = (figure := Figure(figsize=(7.6, 3.3), layout="constrained")).subplots(1, 2)
+    accuracy = "Left digit", 0, 100, "test accuracy (%)", 100
+    kinds = accuracy, ("Image", 2, 1, "test error (grey levels), lower is better", None)
+    for ax, (title, k, factor, label, top) in zip(axes, kinds, strict=True):
+        for rule, report in reports.items():
+            values = [factor * results[k] for results in report.results]
+            (line,) = ax.plot(range(1, len(values) + 1), values, marker=".")
+            ax.annotate(f" {rule}", (len(values), values[-1]), va="center", color=line.get_color())
+        ax.set(title=title, xlabel="epoch", ylabel=label, ylim=(0, top))
+        ax.margins(x=0.12)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    with mpl.rc_context({"svg.hashsalt": "demo"}):
+        figure.savefig(file, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    settings = demo_of_digits.settings_from(None)
+    demo({rule: demo_of_digits.train(rule, settings) for rule in settings.rule}, Path(__file__).parent / "demo.svg")

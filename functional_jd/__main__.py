@@ -11,14 +11,12 @@ Under config the units do not matter: every task has the same cosine with the di
 
 import inspect
 import math
-import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -180,28 +178,6 @@ The left digit, whose loss is multiplied by {UNITS.left:g}, is named right in {s
 Skipped steps find the loss scales: if a gradient overflows in float16, the step is skipped and that scale halved."""
 
 
-def draw(reports: dict[str, Report], file: Path) -> None:
-    """Draw the learning curves of the left digit and of the image: a line for each rule, named at its end."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    axes: Any = (figure := Figure(figsize=(7.6, 3.3), layout="constrained")).subplots(1, 2)
-    accuracy = "Left digit", 0, 100, "test accuracy (%)", 100
-    kinds = accuracy, ("Image", 2, 1, "test error (grey levels), lower is better", None)
-    for ax, (title, k, factor, label, top) in zip(axes, kinds, strict=True):
-        for rule, report in reports.items():
-            values = [factor * results[k] for results in report.results]
-            (line,) = ax.plot(range(1, len(values) + 1), values, marker=".")
-            ax.annotate(f" {rule}", (len(values), values[-1]), va="center", color=line.get_color())
-        ax.set(title=title, xlabel="epoch", ylabel=label, ylim=(0, top))
-        ax.margins(x=0.12)
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.grid(alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
-    with mpl.rc_context({"svg.hashsalt": "demo"}):
-        figure.savefig(file, dpi=100, metadata={"Date": None} if file.suffix == ".svg" else None)
-
-
 def builds_rule(build: Any) -> bool:
     """Return whether this function builds a rule without arguments, for one batch per step."""
     if not inspect.isfunction(build) or (signature := inspect.signature(build)).return_annotation is not jd.Aggregator:
@@ -224,12 +200,6 @@ def flag(expected: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def writable_file(text: str) -> Path | None:
-    """Read the path of an image file in a writable folder."""
-    file = Path(text)
-    return file if file.suffix in {".png", ".pdf", ".svg", ".jpg"} and os.access(file.parent, os.W_OK) else None
-
-
 def settings_from(arguments: Sequence[str] | None) -> Namespace:
     """Parse the command line."""
     # Without the usage, an error is one line.
@@ -246,13 +216,10 @@ def settings_from(arguments: Sequence[str] | None) -> Namespace:
     add("--device", type=device, default="cpu", help="the device (default: %(default)s)")
     add("--seed", type=flag("a whole number of at most 64 bits", lambda text: key(int(text))), default="0",
         help="the seed of images, parameters and batches (default: %(default)s)")  # fmt: skip
-    add("--plot", type=flag("a writable file ending in .png, .pdf, .svg or .jpg", writable_file), metavar="FILE",
-        help="save the learning curves to FILE (default: no figure)")  # fmt: skip
     given = parser.parse_args(arguments)
     given.rule = list(dict.fromkeys(given.rule or ["mean", "config"]))
-    for module, used in (("sklearn", True), ("matplotlib", given.plot is not None)):
-        if used and find_spec(module) is None:
-            parser.exit(1, f'{parser.prog}: needs {module}. Install it: pip install "functional_jd[demo]"\n')
+    if find_spec("sklearn") is None:
+        parser.exit(1, f'{parser.prog}: needs sklearn. Install it: pip install "functional_jd[demo]"\n')
     return given
 
 
@@ -260,11 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train under every rule, and print the results; returns the exit code."""
     settings = settings_from(arguments)
     print(f"training under {' and '.join(settings.rule)}: {settings.epochs} epochs each", flush=True)
-    reports = {rule: train(rule, settings) for rule in settings.rule}
-    print(table(reports))
-    if settings.plot is not None:
-        draw(reports, settings.plot)
-        print(f"learning curves: {settings.plot}")
+    print(table({rule: train(rule, settings) for rule in settings.rule}))
     return 0
 
 
