@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from functional_jd import testing as testing
     from functional_jd import views as views
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # So that torch.load(weights_only=True) takes checkpoints of the states: all records, as a list by hand would miss the
 # state of the next rule.
