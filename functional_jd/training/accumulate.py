@@ -23,7 +23,7 @@ from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
 from functional_jd.training.checks import check_tensors, detach_parameters
-from functional_jd.training.driver import observe, prepare, pulled, weighed
+from functional_jd.training.driver import Weighed, observe, prepare, pulled, weighed
 
 
 @displayed_as(outline)
@@ -64,14 +64,12 @@ def accumulate(
     """Find the direction of a batch, one part after the other.
 
     Args:
-        losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch. The parts are
-            equally large.
-        parts: the parts of the batch: for each, the tuple of the arguments after the parameters (and buffers).
-        params: as for `train_state`.
+        losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch.
+        parts: the parts of the batch, equally large: for each, the tuple of the arguments after parameters and buffers.
+        params: as for `train_state`, and so are `scale` and `buffers`. Each part receives the buffers that the part
+            before returned. `per_example` losses take one scale `[]`.
         aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
         state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
-        scale: a loss scale `[]` or `[m]`; `[]` for `per_example` losses. None is no scaling.
-        buffers: as for `train_state`. Each part receives those that the part before returned.
 
     Returns:
         `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.
@@ -103,76 +101,76 @@ def accumulate(
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
     plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
     plan = plan_of(parts[0], buffers)
-    examples = plan.kind.rows_are_examples
-    each = plan.scale_state.scale.ndim
+    examples, each = plan.kind.rows_are_examples, plan.scale_state.scale.ndim
     if plan.kind.several_sets or (examples and each):
         wanted = "one scale []" if each else "one loss without a name"
         raise ValueError(f"{here()}: per_example losses in parts must have {wanted}, found several. Pass one.")
-    run = _Run(parts, plan_of, buffers, examples)
+    walk = partial(_walk, parts, plan_of, buffers, examples)
     if plan.view.products == "none":
-        seen, memory, found, next_buffers = _by_weights(run, plan, state)
+        seen, memory, found, next_buffers = _by_weights(walk, plan, state)
     else:
-        rows, values, next_buffers = run.summed(rows_of_plan, joined=examples)
+        rows, values, next_buffers = walk(rows_of_plan, joined=examples)
         seen = observe(plan, Engine(lambda plan: of_rows(plan, rows, values, ())))
         with autocast_disabled():
-            memory = initial_state(plan.rule, plan.view, seen) if state is None else state
-            found = weighed(plan, seen, memory)
+            memory, found = _weighed(plan, seen, state)
     with autocast_disabled():
         direction, (finite, moved, following) = pulled(plan, seen, found)
     kept = select(moved, (found.memory, next_buffers), (memory, buffers))
     return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *kept)
 
 
-class _Run(NamedTuple):
-    """A walk through the parts: `plan_of(part, buffers)`, the buffers of the first, and whether rows are examples."""
+def _weighed(plan: Plan, seen: Observation, state: Tree) -> tuple[Tree, Weighed]:
+    """The memory of the rule, its initial one if there is none, and its answer."""
+    memory = initial_state(plan.rule, plan.view, seen) if state is None else state
+    return memory, weighed(plan, seen, memory)
 
-    parts: list[tuple[Any, ...]]
-    plan_of: Callable[..., Plan]
-    buffers: Tree
-    examples: bool
 
-    def summed(
-        self, find: Callable[[Plan], tuple[Any, Losses, Any]], *, joined: bool = False
-    ) -> tuple[Any, Losses, Tree]:
-        """The mean of the first that `find` returns of each part, of examples the sum, or all joined; the mean of the
-        losses, or those of all examples; and the last buffers.
-        """
-        total, each, buffers = None, [], self.buffers
-        many: list[Any] = []
-        share = 1.0 if self.examples else 1 / len(self.parts)
-        for part in self.parts:
-            plan = self.plan_of(part, buffers)
-            found, values, carried = find(plan)
-            buffers = plan.next_buffers(carried[0])
-            if each and described_leaves(values) != described_leaves(each[0]) and not self.examples:
-                raise ValueError(
-                    f"{here()}: all parts must have the same losses, found {described_leaves(each[0])} and then "
-                    f"{described_leaves(values)}. For an objective that a part does not have, return 0 * another loss."
-                )
-            each.append(values)
-            if joined:
-                many.append(found)
-                continue
-            wide = tree_map(at_least_float32, found)
-            add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
-            total = tree_map(lambda x: x * share, wide) if total is None else tree_map(add, total, wide)
-        values = _joined(each) if self.examples else tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
-        return _joined(many) if joined else total, values, buffers
+def _walk(
+    parts: list[tuple[Any, ...]],
+    plan_of: Callable[..., Plan],
+    buffers: Tree,
+    examples: bool,
+    find: Callable[[Plan], tuple[Any, Losses, Any]],
+    *,
+    joined: bool = False,
+) -> tuple[Any, Losses, Tree]:
+    """The mean over the parts of the first that `find` returns, of examples the sum, or all joined; the mean of the
+    losses, or those of all examples; and the last buffers.
+    """
+    total, each, many, share = None, [], [], 1.0 if examples else 1 / len(parts)
+    for part in parts:
+        plan = plan_of(part, buffers)
+        found, values, carried = find(plan)
+        buffers = plan.next_buffers(carried[0])
+        if each and described_leaves(values) != described_leaves(each[0]) and not examples:
+            raise ValueError(
+                f"{here()}: all parts must have the same losses, found {described_leaves(each[0])} and then "
+                f"{described_leaves(values)}. For an objective that a part does not have, return 0 * another loss."
+            )
+        each.append(values)
+        if joined:
+            many.append(found)
+            continue
+        wide = tree_map(at_least_float32, found)
+        add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
+        total = tree_map(lambda x: x * share, wide) if total is None else tree_map(add, total, wide)
+    values = _joined(each) if examples else tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
+    return _joined(many) if joined else total, values, buffers
 
 
 def _joined(trees: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
 
 
-def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, Any, Tree]:
+def _by_weights(walk: Callable[..., Any], plan: Plan, state: Tree) -> tuple[Observation, Tree, Weighed, Tree]:
     """One backward pass for each part, with weights that look at no gradient."""
-    known, taken = None, 0
-    if plan.view.losses or run.examples:
+    known, taken, examples = None, 0, plan.kind.rows_are_examples
+    if plan.view.losses or examples:
         draws = None if plan.differentiable else random_state()
         with nullcontext() if plan.differentiable else torch.enable_grad():  # losses may differentiate by their batch
-            alone = lambda plan: evaluate_losses(plan.losses, plan.args, plan._replace(examples=run.examples))[1]
-            found = lambda plan: alone(plan) if plan.differentiable else detach_tree(alone(plan))
-            _, known, _ = run.summed(lambda plan: ((), *found(plan)))
+            kept = (lambda tree: tree) if plan.differentiable else detach_tree
+            alone = lambda plan: kept(evaluate_losses(plan.losses, plan.args, plan._replace(examples=examples))[1])
+            _, known, _ = walk(lambda plan: ((), *alone(plan)))
         if draws is not None:
             set_random_state(draws)
     decided: list[Any] = []
@@ -183,18 +181,15 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, 
         values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
         with autocast_disabled():
             if not decided:
-                seen = Observation(values if known is None else known)
-                memory = initial_state(plan.rule, plan.view, seen) if state is None else state
-                decided[:] = [memory, weighed(plan, seen, memory)]
+                decided[:] = _weighed(plan, Observation(values if known is None else known), state)
             own = decided[1].own
-            if run.examples:
+            if examples:
                 start, taken = taken, taken + sum(leaf.numel() for leaf in tree_leaves(values))
                 own = of_distinct(lambda each: each[start:taken], own)
             direction, finite = pull(own, last=True)
         flags.extend([] if finite is None else [finite])
         return direction, values, carried
 
-    direction, values, buffers = run.summed(one)
+    direction, values, buffers = walk(one)
     finite = torch.stack(flags).all(0) if flags else None
-    memory, found = decided
-    return Observation(values, pullback=lambda _: (direction, finite)), memory, found, buffers
+    return Observation(values, pullback=lambda _: (direction, finite)), *decided, buffers

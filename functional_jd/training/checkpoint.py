@@ -40,8 +40,8 @@ def to_checkpoint(
 
     Returns:
         A dict of tensors, for `torch.save`, safetensors or `torch.distributed.checkpoint`: copies, detached, contiguous
-        and with memory of their own; `DTensor`s stay sharded unless `whole`. `functional_jd.version`,
-        `functional_jd.fields` (JSON), `functional_jd.checksums` and the names of rule and optimizer are entries too.
+        and with memory of their own; `DTensor`s stay sharded unless `whole`. Entries named `functional_jd.*` hold the
+        version, the fields of records, checksums, and the names of rule and optimizer.
 
     Raises:
         TypeError: a leaf is not a tensor.
@@ -79,7 +79,7 @@ def from_checkpoint(
     aggregator: Aggregator | None = None,
     optimizer: Optimizer | None = None,
 ) -> State:
-    """Turn what `to_checkpoint` returned into a state again.
+    """Turn what `to_checkpoint` returned into a state again. Names decide, never positions.
 
     Args:
         checkpoint: the dict of tensors, as it was saved, on any device, sharded or not.
@@ -97,9 +97,6 @@ def from_checkpoint(
         ValueError: another version of the format; records of another class; names that are missing or unknown; another
             shape or dtype; a checksum that differs (checkpoints of older versions have none); another rule or
             optimizer; `DTensor`s in `like` with placements other than `Shard` and `Replicate`.
-
-    Guarantees:
-        Names decide, never positions: fields and keys in another order stay what they are.
 
     Example:
         >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})

@@ -30,7 +30,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
 
     Args:
         f: a function of pytrees of tensors, and of other values, to pytrees of tensors:
-            `functools.partial(step, **method)`, several steps, `torch.vmap` of a step, `torch.func.grad` of a training.
+            `functools.partial(step, **method)`, `torch.vmap` of a step, `torch.func.grad` of a training.
         backend: `"inductor"` writes machine code; `"eager"` runs the operators one by one; `"cudagraphs"` captures them
             as one CUDA graph, which the host launches once per call; or a function of the graph and its inputs.
         donate: with `"cudagraphs"`, whether the first argument gives its memory to the first result, which has the
@@ -90,11 +90,7 @@ class Compiled:
         known = known if len(newest) <= len(given) and all(map(is_, newest, given)) else ()
         kinds = known + tuple(map(_kind, given[len(known) :]))
         key = structure, _ambient(tensors[:1] if self.donate else tensors), kinds
-        try:
-            graph = self.graphs.get(key)
-        except TypeError as error:
-            error.add_note("compiled: arguments must be tensors or hashable values. Bind others by functools.partial.")
-            raise
+        graph = self.graphs.get(key)
         while graph is not None and (modes := tuple([x.training for x in graph.modules])) != graph.modes:
             key = (*key, modes)
             graph = self.graphs.get(key)
@@ -122,14 +118,13 @@ class Compiled:
             rest = iter(tensors)
             args, kwargs = tree_unflatten(structure, [next(rest) if isinstance(x, Tensor) else x for x in given])
             result = self.f(*args, **kwargs)
-            leaves: list[Any]
             leaves, of_result = tree_flatten(result)
             for name, leaf in zip(tree_names(result), leaves, strict=True):
                 if not isinstance(leaf, _RESULTS):
                     cure = "Return what it computes, such as pullback(weights) instead of pullback."
                     refuse(f"the result {name!r}", "a tensor, a number or a name", leaf, cure)
-            constants = [None if isinstance(x, Tensor) else (x,) for x in leaves]
-            found[:] = of_result, constants, count_donated(args[:1], result) if self.donate else 0
+            donated = count_donated(args[:1], result) if self.donate else 0
+            found[:] = donated, of_result, [None if isinstance(x, Tensor) else (x,) for x in leaves]
             return [x for x in leaves if isinstance(x, Tensor)]
 
         def note(module: nn.Module, _: Any) -> None:
@@ -154,22 +149,22 @@ class Compiled:
                 "random.keyed, and pass its key as an argument."
             )
         constants = graphs.with_inputs_for_constants(graph)
-        inputs, (of_result, leaves, donated) = [*tensors, *(x.detach() for x in constants)], found
+        inputs, modules = [*tensors, *(x.detach() for x in constants)], [*called.values()]
         backend = _NAMED[self.backend] if isinstance(self.backend, str) else self.backend
-        run = backend(graph, inputs, *((len(tensors), donated) if backend is Captured else ()))
-        modules, modes = [*called.values()], tuple([module.training for module in called.values()])
-        return _Graph(run, constants, modules, modes, of_result, leaves)
+        run = backend(graph, inputs, *((len(tensors), found[0]) if backend is Captured else ()))
+        return _Graph(run, constants, modules, tuple([x.training for x in modules]), *found[1:])
 
 
 def _warn(arguments: Any, kinds: list[Any]) -> None:
     """Warn of many graphs, with the first argument in which the last two calls differ."""
     both = zip(tree_names(arguments), *kinds[-2:], strict=False)
     differ = next((_called(name) for name, old, new in both if old != new), "their structure")
-    text = (
+    warnings.warn(
         f"compiled: {_MANY} graphs of one function were made, and the last two calls differ in {differ}. Pad batches "
-        "to one size, pass numbers that change as tensors, and make functions among the arguments once."
+        "to one size, pass numbers that change as tensors, and make functions among the arguments once.",
+        RuntimeWarning,
+        stacklevel=3,
     )
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 class _Graph(NamedTuple):

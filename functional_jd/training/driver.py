@@ -129,8 +129,7 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     Args:
         state: from `train_state`.
         batch: what the losses take after the parameters and buffers; only shapes are read, nothing is evaluated.
-        losses: as for `step`.
-        aggregator: the rule.
+        losses: as for `step`, and so is `aggregator`.
 
     Returns:
         `EngineChoice(engine, reason)`: a name and a sentence.

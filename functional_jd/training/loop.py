@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from inspect import signature
-from math import isfinite
+from math import hypot, isfinite
 from operator import length_hint
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, check_integer, here, refuse
-from functional_jd.core.names import objective_names
-from functional_jd.core.tree import all_finite, tree_leaves
+from functional_jd.core.tree import all_finite
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
-from functional_jd.training.state import StepInfo, TrainState
+from functional_jd.training.state import StepInfo, TrainState, named_values
 
 _Pairs = Generator[tuple[TrainState, StepInfo], None, None]
 
@@ -39,10 +38,8 @@ def fit(
             `compiled` makes of that, or your own.
         state: from `train_state`, or from the last `fit`.
         batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
-            `step`; anything else, such as a tensor or a dict, is one argument. To pass a tuple whole, wrap it:
-            `((batch,) for batch in loader)`.
+            `step`; anything else is one argument. To pass a tuple whole, wrap it: `((batch,) for batch in loader)`.
         on_step: `on_step(info, state)` or `on_step(info)`, called after every step, such as `history.append` of a list.
-            An exception that it raises ends the loop.
         progress: whether to show a bar of tqdm on stderr, with the losses and the number of skipped steps.
         patience: after so many skipped steps in a row, training ends with an error; `None`: never. After 20, there is a
             `RuntimeWarning` that names the losses. Flags are fetched from the device every ten steps.
@@ -105,8 +102,8 @@ def steps(
 
     Example:
         >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
-        >>> state, loader = train_state(torch.zeros(2), torch.ones(2), **method), [torch.ones(2)] * 50
-        >>> for state, info in steps(functools.partial(step, **method), state, loader):
+        >>> state, take = train_state(torch.zeros(2), torch.ones(2), **method), functools.partial(step, **method)
+        >>> for state, info in steps(take, state, [torch.ones(2)] * 50):
         ...     if max(info.losses) < 0.1:
         ...         break
     """
@@ -160,12 +157,13 @@ def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
 
 def _summary(losses: Losses) -> dict[str, str]:
     """Up to four losses by name; of more, the mean, or the root of the mean square if they have both signs."""
-    values = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(losses)])
-    if len(values) <= 4:
-        return {name: f"{value:.4g}" for name, value in zip(objective_names(losses), values.tolist(), strict=True)}
-    if values.min() < 0 < values.max():
-        return {"rms": f"{values.square().mean().sqrt():.4g}"}
-    return {"loss": f"{values.mean():.4g}"}
+    named = named_values(losses)
+    if len(named) <= 4:
+        return {name: f"{value:.4g}" for name, value in named}
+    values = [value for _, value in named]
+    if min(values) < 0 < max(values):
+        return {"rms": f"{hypot(*values) / len(values) ** 0.5:.4g}"}
+    return {"loss": f"{sum(values) / len(values):.4g}"}
 
 
 WARN_AFTER, _READ_EVERY = 20, 10  # a scale settles in fewer skipped steps
@@ -219,28 +217,27 @@ class SkipWatch:
 
     def _account(self, info: StepInfo) -> str:
         """The losses or rows that were not finite, and what may help."""
-        leaves = [leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(info.losses)]
-        names, values = objective_names(info.losses), torch.cat(leaves).tolist()
-        bad = [name for name, value in zip(names, values, strict=True) if not isfinite(value)]
-        skipped = f"{self.name}: the last {len(self.run)} steps were skipped. In the last step,"
-        if not bad and not all_finite(info.weights):
-            shown = ", ".join(f"{x:.4g}" for x in values)
-            return (
-                f"{skipped} losses and rows were finite and the weights of the rule were not, for the losses {shown}. "
-                "Some rules need positive losses: their docstrings tell which."
+        losses = named_values(info.losses)
+        bad, rows = [name for name, value in losses if not isfinite(value)], ""
+        if bad:
+            found = f"losses were not finite themselves: {', '.join(bad)}"
+        elif not all_finite(info.weights):
+            found = (
+                "losses and rows were finite and the weights of the rule were not, for the losses "
+                f"{', '.join(f'{x:.4g}' for _, x in losses)}. Some rules need positive losses"
             )
-        found = (
-            f"losses were not finite themselves: {', '.join(bad)}"
-            if bad
-            else "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
-            "torch.where has a derivative too: replace its argument as well"
-        )
-        rows = "Pass scale_state(shape=(m,)), one scale per objective, to see which rows were not finite"
-        if info.finite.shape == (len(names),):
+        else:
+            found = (
+                "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
+                "torch.where has a derivative too: replace its argument as well"
+            )
+        if info.finite.shape == (len(losses),):
             counts = (~torch.stack([finite for _, finite, _ in self.run])).sum(0).tolist()
-            shown = [f"{name} ({count} times)" for name, count in zip(names, counts, strict=True) if count]
-            rows = f"Rows that were not finite: {', '.join(shown)}"
-        return f"{skipped} {found}. {rows}."
+            shown = [f"{name} ({count} times)" for (name, _), count in zip(losses, counts, strict=True) if count]
+            rows = f" Rows that were not finite: {', '.join(shown)}."
+        elif bad or all_finite(info.weights):
+            rows = " Pass scale_state(shape=(m,)), one scale per objective, to see which rows were not finite."
+        return f"{self.name}: the last {len(self.run)} steps were skipped. In the last step, {found}.{rows}"
 
 
 def was_taken(info: StepInfo) -> Tensor:

@@ -61,9 +61,8 @@ def private(
         A batch without examples, as a Poisson sampler makes them, is a step of pure noise, with one loss of 0.
 
     Limits:
-        Buffers get no noise: keep none that follow the examples. `info` holds losses and weights of examples without
-        noise: it is not private. A step that is not finite is skipped, which depends on the examples. The privacy that
-        is spent is not counted; other differences from Opacus: see `noised` and `clipped`.
+        Buffers get no noise: keep none that follow the examples. `info` is not private. A step that is not finite is
+        skipped, which depends on the examples. The privacy that is spent is not counted. See `noised` and `clipped`.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
@@ -75,8 +74,6 @@ def private(
         >>> x, y = torch.eye(3), torch.ones(3)
         >>> state = train_state({"w": torch.zeros(3)}, x, y, **method)
         >>> state, info = step(state, x[:0], y[:0], **method)  # a batch without examples
-        >>> bool(info.moved)
-        True
     """
     if not callable(loss) or (hasattr(loss, "each") and not isinstance(loss, PerExample)):
         refuse("loss", "the loss of one example, or per_example of it", loss, "Pass a function.")

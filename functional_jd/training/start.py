@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import loss_vector
 from functional_jd.aggregators.mean import mean
 from functional_jd.core.arguments import here
 from functional_jd.core.float64 import widest
-from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
@@ -32,7 +30,7 @@ from functional_jd.training.checks import (
     undone,
 )
 from functional_jd.training.driver import check_method, prepare, started
-from functional_jd.training.state import TrainState
+from functional_jd.training.state import TrainState, named_values
 
 
 def train_state(
@@ -50,17 +48,15 @@ def train_state(
     """Start training: the state that the first `step` takes.
 
     Args:
-        params: pytree of floating-point tensors, `dict(model.named_parameters())` for instance. The values of an
-            `nn.Parameter` are taken; other tensors keep their graph. Leaves may be `DTensor`s: see
-            `distributed.sharded`.
+        params: pytree of floating-point tensors, such as `dict(model.named_parameters())`. The values of an
+            `nn.Parameter` are taken; other tensors keep their graph. Leaves may be `DTensor`s (`distributed.sharded`).
         batch: one batch, to learn what the rule looks at and which parameters the losses reach.
         losses: as for `step`, and so are `aggregator`, `optimizer`, `engine` and `has_aux`.
         scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling. It
             goes where the parameters are, and so do buffers and keys.
         buffers: pytree of tensors that the losses take after the parameters and return with the losses, such as
-            `dict(model.named_buffers())` for `functional(model)`, or a key. They are copied, and do not move yet.
+            `dict(model.named_buffers())` for `functional(model)`, or a key; `()` if there are none. They are copied.
             Derivatives reach them under a transform; for plain autograd, put them in by `state._replace(buffers=...)`.
-            `()` for losses without buffers.
         constant: names of losses, as `objective_names` gives them, that may have no gradient on this batch, such as
             those of a task without labels in it.
 
@@ -73,7 +69,7 @@ def train_state(
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise that protects nobody (`noised`); losses that change
             parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
-            m. The graph of the losses decides, never values.
+            m; losses that the rule cannot take, such as negative ones.
 
     Warns:
         UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;
@@ -161,8 +157,8 @@ def _check_losses(aggregator: Aggregator, losses: Losses) -> None:
     """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
     if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
         return
-    (name, domain), values = aggregator.takes, loss_vector(losses)
-    for objective, value in zip(objective_names(losses), values.tolist(), strict=True):
+    name, domain = aggregator.takes
+    for objective, value in named_values(losses):
         if math.isfinite(value) and not domain.contains(value):
             raise ValueError(
                 f"{here()}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "

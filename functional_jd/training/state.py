@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.views import loss_vector
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
 from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
@@ -41,6 +42,11 @@ def step_table(info: Any) -> Table:
     ends = list(accumulate(sizes))
     rows = [[name, *(_cell(x[j - n : j]) for x in values)] for name, n, j in zip(names, sizes, ends, strict=True)]
     return f"{type(info).__name__}: {text}", ["objective", *columns], shortened(rows)
+
+
+def named_values(losses: Losses) -> list[tuple[str, float]]:
+    """The losses as numbers, each with its name."""
+    return list(zip(objective_names(losses), loss_vector(losses).tolist(), strict=True))
 
 
 def _cell(values: list[Any]) -> str:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View, as_view, gramian, loss_count
+from functional_jd.aggregation.views import as_view, loss_count
 from functional_jd.core.arguments import check_type, described, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.sharding import is_sharded, meshes_of
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
-from functional_jd.engines.evaluate import check_losses
+from functional_jd.engines.evaluate import check_losses, row_scales
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate, replicated
 from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows, unscaled_rows
@@ -53,31 +53,29 @@ class FoundWeights(NamedTuple):
 def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = None) -> Callable[..., FoundWeights]:
     """Turn losses and a rule into a function that returns the weights of the losses, and no direction.
 
-    For trainers that call `.backward()` on one loss themselves: the gradient of `sum_i weights_i losses_i` is the
-    rule's direction. With `multitask` losses this holds for the shared parameters only: there the gradient of each head
-    is multiplied by the weight of its loss, where `step` takes it as it is.
+    For trainers that call `.backward()` themselves: the gradient of `sum_i weights_i losses_i` is the rule's direction.
+    With `multitask` losses this holds for the shared parameters; the gradient of each head is multiplied by the weight
+    of its loss, where `step` takes it as it is.
 
     Args:
         losses: `losses(params, *batch)`, as for `jacobian_fn`, or made by `distributed.sharded`. The values of an
             `nn.Parameter` are taken, so that weights are constants; other tensors keep their graph.
         aggregator: the rule; one that weights rows, not single entries.
         group: the ranks, each with its own part of the batch, such as `torch.distributed.group.WORLD`. The weights are
-            those of the whole batch, the same bits on all ranks; the mean of the ranks' gradients of `sum_i weights_i
-            losses_i` is the rule's direction. `False`: those of this rank's part alone. `None`, if there is one rank
-            only, or with losses of `distributed.sharded`.
+            those of the whole batch, the same bits on all ranks, for the mean of the ranks' gradients. `False`: those
+            of this rank's part alone. `None`: there is one rank, or the losses are made by `distributed.sharded`.
 
     Returns:
         `f(params, *batch, state=None, scale=None) -> FoundWeights(weights, losses, state)`. `state` is that of the last
         call, None for the rule's initial state. `scale` is a `ScaleState`, by which the losses are multiplied while
-        they are differentiated: `scale_state(scaler.get_scale())` with a `GradScaler`. With a group, the losses are the
-        means over the ranks, or, of `per_example` losses, those of all ranks' examples, the first rank's first, and so
-        are the weights. The rule starts from the first rank's state.
+        they are differentiated: `scale_state(scaler.get_scale())` with a `GradScaler`. With a group, losses are means
+        over the ranks, those of `per_example` all ranks' examples, the first rank's first; so are the weights.
 
     Raises:
-        TypeError, ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); in
-            calls without a state, which evaluate the losses once more, losses none of which depends on the parameters,
-            and ranks that differ; a rule that weights single entries; several ranks and no group; errors of
-            `aggregate`, `jacobian_fn` and `replicated`.
+        TypeError, ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); a rule
+            that weights single entries; several ranks and no group; errors of `aggregate`, `jacobian_fn` and
+            `replicated`. In calls without a state, which evaluate the losses once more: losses none of which depends
+            on the parameters, and ranks that differ.
 
     Warns:
         UserWarning: in calls without a state, gradients in float16 without a scale, losses or parameters without a
@@ -87,10 +85,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         With constant weights, the gradient of `weights @ losses` is the direction of `aggregate`, except for heads.
         Weights that cancel are the smallest that autograd can sum to this direction, zero if it would be rounding;
         under transforms and with `solver="device"` they stay as they are found.
-        A gradient that is not finite, or not with the scale, gives weights that are not finite if the rule looks at
-        gradients, so that a `GradScaler` skips the step and backs off.
-        If weights or a loss are not finite, the state that was given is returned, as in a skipped step; in a call
-        without a state None, so that the rule starts with the next batch (under a transform the rule's state).
+        A gradient that is not finite gives weights that are not finite if the rule looks at gradients, so that a
+        `GradScaler` skips the step and backs off. Then, or if a loss is not finite, the state that was given is
+        returned: None in a call without one, so that the rule starts with the next batch (not under a transform).
         Pure; composes with vmap, grad, jvp and compile.
 
     Example:
@@ -124,9 +121,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 def weights_and_memory(
     plan: Plan, seen: Observation, state: Tree, replicate: Any, finite: Tensor | None = None
 ) -> tuple[Tensor, Tree]:
-    """The weights of an observation, on the device of the losses, and what the rule remembers: without a state it
-    starts, from that of the first rank if there is `replicate`. It forgets a batch that is not finite, which trainers
-    skip, or if the flags are given and one is false.
+    """The weights of an observation, on the device of the losses, and what the rule remembers. Without a state it
+    starts, from that of the first rank if there is `replicate`. It forgets a batch that is not finite, or is flagged.
     """
     memory = state
     with autocast_disabled():
@@ -173,9 +169,7 @@ def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engin
 
 
 def group_of_batch(group: Any, whole: bool = False) -> Any:
-    """The group whose ranks have a part of the batch each; None for the batch of this rank alone. `whole`: shards of
-    parameters have the whole batch.
-    """
+    """The group whose ranks have a part of the batch each; None if this rank has it, or each shard (`whole`)."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if group is False or (group is None and (whole or ranks == 1)):
         return None
@@ -228,7 +222,6 @@ def weigh(
         features: tensors in the graph that all losses share, such as the output of the trunk. The rows are then the
             gradients by these, which cost no pass through the trunk; `parameters` is not read, and may be None.
         group: the ranks, each with its own part of the batch, as in `weights_fn`: rows and losses are means over them.
-            In calls without a state, losses and rules are compared, and the first rank's initial state serves all.
 
     Returns:
         `Weighed(weights, state, finite)`. A rule that needs no gradients, such as `mean`, costs no backward pass; any
@@ -238,7 +231,7 @@ def weigh(
         TypeError: `aggregator` is no rule, a loss no floating-point tensor, `scale` no `ScaleState`.
         ValueError: a loss without a graph, by its name; parameters of which none requires grad, or none is reached; a
             `DTensor`; a scale with another number of entries; a rule that weights single entries; a call under a
-            transform; several ranks and no group.
+            transform; several ranks and no group; in calls without a state, ranks that differ.
 
     Guarantees:
         The gradient of `(weights * losses).sum()` is the direction that `aggregate` returns for the same rows. A loss
@@ -261,40 +254,49 @@ def weigh(
         raise ValueError(f"{here()}: losses must have at least one element, found none. Pass those of a batch.")
     if (group := group_of_batch(group)) is not None and features is not None:  # those of other ranks are others
         refuse("features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
-    if scale is not None and scale.scale.shape not in ((), (m,)):
-        cure = f"Create it with scale_state(shape={m})."
-        refuse("scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
-    view, points = as_view(aggregator.view), None
+    factor = None if scale is None else scale.scale
+    factors = row_scales(Plan(False, factor, False), m, tree_leaves(losses)[0])
+    view, points = as_view(aggregator.view), list[Tensor]()
     if view.products != "none":
         points = _points(losses, parameters if features is None else features, features is None)
     if group is not None and state is None:
         check_alike(losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
-        seen, finite = _observed(losses, view, points, None if scale is None else scale.scale, m, group)
-    how: Any = {"rule": aggregator, "view": view, "leaves": points or [], "guarded": False, "scale_state": no_scale()}
+        known, rows, finite = _observed(losses, points, factors, scaled=factor is not None)
+        if group is not None:
+            known, finite, rows = mean_over_group(known, group), agree(finite, group), mean_over_group(rows, group)
+    how: Any = {"rule": aggregator, "view": view, "leaves": points, "guarded": False, "scale_state": no_scale()}
+    plan = Plan(False, None, False, **how)
+    seen = observe(plan, Engine(lambda _: Observation(known, rows=rows or None)))
     first = None if group is None else partial(replicate, group=group)
-    weights, memory = weights_and_memory(Plan(False, None, False, **how), seen, state, first, finite)
-    shared = scale is not None and not scale.scale.ndim
-    return Weighed(weights, memory, finite.all() if shared else finite)
+    weights, memory = weights_and_memory(plan, seen, state, first, finite)
+    return Weighed(weights, memory, finite if factor is None or factor.ndim else finite.all())
 
 
 def _observed(
-    losses: Losses, view: View, points: list[Tensor] | None, scale: Tensor | None, m: int, group: Any
-) -> tuple[Observation, Tensor]:
-    """The losses, their rows if there are points, and which are finite, of all ranks."""
-    known, rows = tree_map(Tensor.detach, losses), None
+    losses: Losses, points: list[Tensor], factors: Tensor, scaled: bool
+) -> tuple[Losses, list[Tensor], Tensor]:
+    """The losses, their rows by the points, and which are finite."""
+    known = tree_map(Tensor.detach, losses)
     finite = torch.cat([leaf.reshape(-1) for leaf in tree_leaves(known)]).isfinite()
-    if points is not None:
-        rows, of_rows = _rows(tree_leaves(losses), points, scale, m)
-        # A loss that is not finite may reach the rows of others.
-        finite = torch.where(finite.all(), of_rows, finite)
-    if group is not None:
-        known, finite = mean_over_group(known, group), agree(finite, group)
-        rows = rows if rows is None else mean_over_group(rows, group)
-    seen = Observation(known, rows=rows)
-    if view.products == "gramian" and view.groups is None:
-        seen = seen._replace(products=gramian.receive(seen))
-    return seen, finite
+    if not points:
+        return known, [], finite
+    outputs, m = tree_leaves(losses), len(factors)
+
+    def pullback(cotangent: list[Tensor | None]) -> list[Tensor | None]:
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None]
+        ys, cotangents = zip(*pairs, strict=True)
+        return to_dense(torch.autograd.grad(ys, points, cotangents, retain_graph=True, allow_unused=True))
+
+    found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
+    if all(row is None for row in found):
+        raise ValueError(
+            f"{here()}: losses must depend on what they are differentiated by, found none that does. Pass the "
+            "parameters of the model that computed them, or features in their graph."
+        )
+    rows = dense(unscaled_rows(found, factors) if scaled else found, points, m)
+    passed = torch.stack([magnitudes(as_matrix(row)) for row in rows]).amax(0) < torch.inf
+    return known, rows, torch.where(finite.all(), passed, finite)  # a loss that is not finite may reach others' rows
 
 
 def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
@@ -314,22 +316,3 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
         cure = "Pass model.parameters()." if are_parameters else "Pass the output of the shared part, not detached."
         raise ValueError(f"{here()}: {name} must be tensors that require grad, found none. {cure}")
     return points
-
-
-def _rows(outputs: list[Tensor], points: list[Tensor], scale: Tensor | None, m: int) -> tuple[list[Tensor], Tensor]:
-    """The rows, a tensor `[m, *p]` for each point, without the scale, and which are finite."""
-
-    def pullback(cotangent: list[Tensor | None]) -> list[Tensor | None]:
-        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None]
-        ys, cotangents = zip(*pairs, strict=True)
-        return to_dense(torch.autograd.grad(ys, points, cotangents, retain_graph=True, allow_unused=True))
-
-    factors = outputs[0].new_ones(m) if scale is None else scale.expand(m)
-    found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
-    if all(row is None for row in found):
-        raise ValueError(
-            f"{here()}: losses must depend on what they are differentiated by, found none that does. Pass the "
-            "parameters of the model that computed them, or features in their graph."
-        )
-    rows = dense(found if scale is None else unscaled_rows(found, factors), points, m)
-    return rows, torch.stack([magnitudes(as_matrix(row)) for row in rows]).amax(0) < torch.inf

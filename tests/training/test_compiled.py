@@ -384,8 +384,8 @@ def test_compressed_sparse_tensors_are_arguments(layout):
         graph_of(lambda x: (matrix @ x).sum())(x)
 
 
-def test_arguments_without_a_hash_have_a_note():
-    with pytest.raises(TypeError, match=r"(?s)unhashable type: 'set'.*compiled: arguments must be tensors or hashable"):
+def test_arguments_without_a_hash_raise():
+    with pytest.raises(TypeError, match="unhashable type: 'set'"):
         graph_of(lambda x, how: x)(X, how={"names": {1}})
 
 

@@ -196,7 +196,7 @@ def test_what_is_refused():
         ),
         (lambda: call(parameters=other), ValueError, "losses must depend on what they are differentiated by"),
         (lambda: call(features=losses.detach()), ValueError, "features must be tensors that require grad"),
-        (lambda: call(scale=jd.scale_state(shape=2)), ValueError, r"scale must be one scale \[\] or \[3\]"),
+        (lambda: call(scale=jd.scale_state(shape=2)), ValueError, r"scale must be of shape \[\] or \[3\]"),
         (lambda: call(scale=2.0**16), TypeError, "scale must be a ScaleState"),
         (lambda: call(rule=jd.upgrad), TypeError, "aggregator must be a rule"),
         (lambda: call(losses=()), ValueError, "at least one loss"),
