@@ -129,6 +129,8 @@ def check_products(found: Tensor, rows: Tensor, others: Tensor, dtype: torch.dty
 def check_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
     """Every entry lies within its own bound of what is expected."""
     error = (found.double() - expected.double()).abs()
+    if not error.numel():
+        return
     bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(error)
     worst = torch.where(error == 0, 0, error / bound).max()
     assert (error <= bound).all(), f"off by {error.max():.3g}, {worst:.3g} times what rounding explains"

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names
 from functional_jd.optimizers.adamw import adamw
@@ -41,9 +41,9 @@ def run(optimizer, params, directions, state=None):
     return path, state
 
 
-def assert_close(found, expected, rtol=1e-12, atol=1e-14):
+def assert_close(found, expected, roundings=64):
     for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+        check_within(a, b, roundings * eps() * (1 + b.abs()))
 
 
 def run_torch(cls, seed, directions, groups):
@@ -72,9 +72,9 @@ SETTINGS = {
 CLASSES = {"adamw": (adamw, torch.optim.AdamW), "sgd": (sgd, torch.optim.SGD)}
 
 
-def grouped(name, rate=1.0, builder=None):
-    builder, settings = builder or CLASSES[name][0], SETTINGS[name]
-    rates = {label: lambda steps, f=f: rate * f(steps.double()) for label, f in SCHEDULES.items()}
+def grouped(name, builder):
+    settings = SETTINGS[name]
+    rates = {label: lambda steps, f=f: f(steps.double()) for label, f in SCHEDULES.items()}
     return by_label({label: builder(lr=rates[label], **settings[label]) for label in SCHEDULES}, labels)
 
 
@@ -84,7 +84,7 @@ def grouped(name, rate=1.0, builder=None):
 def test_it_is_torch_with_param_groups_and_schedules(name, wrapped, seed):
     cls, settings = CLASSES[name][1], SETTINGS[name]
     directions = [tree(seed + i) for i in range(1, 6)]
-    optimizer = grouped(name, builder=partial(from_torch, cls) if wrapped else CLASSES[name][0])
+    optimizer = grouped(name, partial(from_torch, cls) if wrapped else CLASSES[name][0])
     expected = run_torch(cls, seed, directions, {label: (f, settings[label]) for label, f in SCHEDULES.items()})
     assert_close(run(optimizer, tree(seed), directions)[0], expected)
 
@@ -95,7 +95,7 @@ def test_groups_move_as_if_alone():
     found, _ = run(by_label(optimizers, lambda name, _: name.split(".")[0]), params, directions)
     for key, optimizer in optimizers.items():
         alone, _ = run(optimizer, params[key], [direction[key] for direction in directions])
-        assert_close([step[key] for step in found], alone, rtol=0, atol=0)
+        assert_close([step[key] for step in found], alone, roundings=0)
 
 
 def test_labels_are_given_dotted_names_and_leaves_and_the_state_keeps_the_names():
@@ -136,7 +136,7 @@ def test_a_guarded_update_stands_where_it_is_told_not_to_move(requires_grad, fla
         if flag:
             given = tree_map(lambda p: p.detach().clone().requires_grad_(requires_grad), kept)
             kept, left = tree_map(torch.Tensor.detach, optimizer.update(direction, left, given))
-    assert_close((params, state), (kept, left), rtol=0, atol=0)
+    assert_close((params, state), (kept, left), roundings=0)
 
 
 def test_every_group_keeps_its_own_guard():
@@ -155,47 +155,6 @@ def test_every_group_keeps_its_own_guard():
 
 def test_without_guards_there_is_none():
     assert by_label({"all": sgd(0.1)}, labels).guarded_update is None
-
-
-# --- Pure, and under transforms
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_vmap_over_replicas_is_the_loop(name):
-    optimizer, stack = grouped(name), lambda trees: tree_map(lambda *x: torch.stack(x), trees[0], *trees[1:])
-    directions = [[tree(10 * i + k) for k in range(3)] for i in range(3)]
-    params = stack([tree(i) for i in range(3)])
-    state = torch.vmap(optimizer.init)(params)
-    for k in range(3):
-        params, state = torch.vmap(optimizer.update)(stack([d[k] for d in directions]), state, params)
-    assert_close(params, stack([run(optimizer, tree(i), directions[i])[0][-1] for i in range(3)]))
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_derivatives_through_steps_are_finite_differences(name):
-    def final(rate, size):
-        path, _ = run(grouped(name, rate), tree(0), [tree_map(lambda d: d * size, tree(i)) for i in (1, 2)])
-        return sum(leaf.sum() for leaf in tree_leaves(path[-1]))
-
-    inputs = tuple(torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.5, 0.7))
-    assert torch.autograd.gradcheck(final, inputs, check_forward_ad=True)
-    plain = tuple(x.detach() for x in inputs)
-    gradients = torch.func.grad(final, argnums=(0, 1))(*plain)
-    _, slope = torch.func.jvp(final, plain, (torch.ones_like(plain[0]),) * 2)
-    torch.testing.assert_close(sum(gradients), slope)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_compiles_once_for_all_steps(name):
-    torch.compiler.reset()  # what dynamo remembers of other groups, in the same code, counts as a frame in torch 2.15
-    optimizer, counter = grouped(name), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(optimizer.update, fullgraph=True, backend=counter)
-    params, state = tree(0), optimizer.init(tree(0))
-    for i in range(1, 4):
-        params, state = compiled(tree(i), state, params)
-    expected, expected_state = run(optimizer, tree(0), [tree(i) for i in range(1, 4)])
-    assert counter.frame_count == 1
-    assert_close((params, state), (expected[-1], expected_state))
 
 
 # --- Errors
@@ -232,8 +191,3 @@ def test_two_leaves_of_one_name_are_refused():
 def test_what_is_no_dict_of_optimizers_is_named(optimizers, labelled, error, message):
     with pytest.raises(error, match=message):
         by_label(optimizers, labelled)
-
-
-def test_params_must_be_floating():
-    with pytest.raises(TypeError, match=r"by_label: .*floating-point tensors, found torch\.int64 in 'n'"):
-        by_label({"a": sgd(0.1)}, lambda name, _: "a").init({"n": torch.arange(3)})
