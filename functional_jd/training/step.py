@@ -36,10 +36,10 @@ def step(
         batch: what the losses take after the parameters, and after the buffers if there are any.
         losses: `losses(params, *batch) -> losses`, as for `jacobian_fn`; with buffers in the state
             `losses(params, buffers, *batch) -> (losses, buffers)`, which returns those of the next step. `multitask`:
-            `features(shared, buffers, *batch) -> (features, buffers)` and `heads(own, features, buffers, *batch) ->
-            (losses, buffers)`. `per_example`: every example receives the same buffers; the next ones are the mean over
-            the examples, of integers the first example's. A key (int64 `[2]`, with a name that ends in `key`) is split:
-            every example receives its own, and the next step another.
+            `features(shared, buffers, *batch) -> (features, buffers)` and
+            `heads(own, features, buffers, *batch) -> (losses, buffers)`. `per_example`: every example receives the same
+            buffers; the next ones are the mean over the examples, of integers the first example's. A key (int64 `[2]`,
+            with a name that ends in `key`) is split: every example receives its own, and the next step another.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
         engine: `"jacobian"` computes all rows; `"gramian"` their inner products or norms, without forming `[m, n]`
