@@ -36,7 +36,7 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     Raises:
         TypeError: `rule` is no rule, `fixed` no dict of numbers.
         ValueError: a rule by groups (take one in every group), nothing fixed; when called, an objective that `fixed`
-        names and the losses do not have, or no other; `aggregate` without losses; weights of single entries.
+            names and the losses do not have, or no other; `aggregate` without losses; weights of single entries.
 
     Guarantees:
         The weights of the others are those of `rule` without the fixed rows. Linear in `fixed`.
