@@ -92,14 +92,6 @@ def test_weights_that_are_a_pytree_are_not_reported_under_names_of_losses(shown,
         assert info.weights["trunk"].shape == (2,)
 
 
-def test_weights_keep_the_dtype_in_which_a_rule_returns_them(shown):
-    for values in (torch.tensor([1, 2]), torch.tensor([True, False])):
-        rule = jd.stateless(jd.views.no_gradients, lambda zeros, values=values: values)
-        assert torch.equal(one_step(shown, rule)[0].weights, values)
-        assert torch.equal(jd.aggregate(rule, torch.eye(2)).weights, values)
-    assert one_step(shown, jd.upgrad())[0].weights.dtype == torch.float64
-
-
 def test_seeds_with_statistics_of_their_own_train_as_they_do_alone(shown):
     net, batch, apply, starts = (shown[name] for name in ("net", "batch", "apply", "starts"))
     statistics = shown["statistics_of_seeds"]
@@ -244,16 +236,6 @@ def test_steps_are_counted_where_the_page_of_the_current_rate_says(shown):
         assert int(eval(words, {"state": state})) == 1
 
 
-def test_the_rate_falls_where_nothing_gets_better(shown):
-    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "def validation" in code]
-    values = iter([3.0, 2.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0])
-    code = block.partition("rate, least")
-    session = shown | {"validation": lambda params: next(values)}
-    exec(compile(code[1] + code[2], "recipes", "exec"), session)
-    assert session["rate"] == 1e-3 / 4
-    assert session["least"] == 1.0
-
-
 def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
     info, _ = one_step(shown, jd.upgrad())
     batch = shown["x"], shown["kind"], shown["price"]
@@ -297,15 +279,6 @@ def trained(shown, state, method, steps):
     for _ in range(steps):
         state, _ = jd.step(state, shown["x"], shown["kind"], shown["price"], **method)
     return state
-
-
-def test_only_until_its_first_step_a_state_may_hold_the_memory_of_the_module():
-    module = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
-    how = {"losses": lambda p: p["weight"].square().sum(1), "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
-    start = jd.train_state(dict(module.named_parameters()), **how)
-    later, _ = jd.step(start, **how)
-    held = [state.params["weight"].data_ptr() == module.weight.data_ptr() for state in (start, later)]
-    assert held == [True, False]
 
 
 def test_the_whole_of_trunk_and_heads_is_what_autograd_finds(shown):
@@ -371,45 +344,6 @@ def test_a_phase_without_the_trunk_is_plain_training_of_the_heads(shown):
 
 def batch_of(shown):
     return shown["x"], shown["kind"], shown["price"]
-
-
-def test_masks_and_statistics_go_on_together(shown):
-    block, batch, start = shown["block"], shown["batch"], shown["start_of_both"]
-    torch.testing.assert_close(
-        shown["together"].buffers["statistics"]["1.running_mean"],
-        0.1 * functional.linear(batch[0], block[0].weight, block[0].bias).mean(0).detach(),
-    )
-    assert int(shown["together"].buffers["statistics"]["1.num_batches_tracked"]) == 1
-    params = dict(block.named_parameters())
-    losses, carried = shown["with_both"](params, start, *batch)
-    torch.testing.assert_close(shown["with_both"](params, start, *batch)[0], losses, rtol=0, atol=0)
-    others, _ = shown["with_both"](params, carried | {"statistics": start["statistics"]}, *batch)
-    assert float((others["fit"] - losses["fit"]).detach().abs()) > 1e-4, "another mask"
-
-
-def test_the_best_state_is_kept_and_the_patience_ends(shown):
-    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "patience" in code]
-    values = iter([1.0, 0.9, 0.5, 0.7, 0.6, 0.6, 0.8, 0.9, 0.1])
-    code = block.partition("at_first, patience")
-    states = []
-    session = shown | {"score": lambda params: (states.append(params), torch.full((2,), next(values)))[1]}
-    exec(compile((code[1] + code[2]).partition("torch.save")[0], "recipes", "exec"), session)
-    assert session["least"] == 0.5
-    assert session["epoch"] == 6
-    assert session["best"].params is states[2]
-
-
-def test_weights_per_point_count_in_the_sum_of_squares(shown):
-    for block in blocks(GUIDES / "physics.md", 0, 5):
-        exec(compile(block, "physics", "exec"), shown)
-    params = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
-    points, values = shown["points"], shown["values"]
-    own = {"inside": torch.rand(16), "edge": torch.rand(2)}
-    plain = jd.per_example(shown["parts"])(params, points, values)
-    found = shown["pointwise"](params, points, own, values)
-    for name, expected in plain.items():
-        torch.testing.assert_close(found[name].square().sum(), (own[name] * expected.square()).sum())
-    torch.testing.assert_close(shown["own"]["inside"].sum(), torch.tensor(1.0))
 
 
 def test_held_weights_in_a_loop_are_those_of_every_eighth_step(shown):
@@ -526,17 +460,6 @@ def test_the_error_bar_is_that_of_collocation(physicist):
     expected = float(np.linalg.norm(by_collocation(physicist)))
     for found in (physicist["deviation"](100), physicist["deviation"](200), physicist["deviation"](100, prior=10.0)):
         assert float(found) == pytest.approx(expected, rel=0.02)
-
-
-def test_the_pseudo_inverse_is_no_error_bar_with_fewer_residuals_than_parameters(physicist):
-    few = physicist["places"] | {"inside": torch.linspace(0, 2, 15, dtype=torch.float64)[:, None]}
-    rows, _ = jd.jacobian_fn(physicist["scaled"])(physicist["best"], few, physicist["values_seen"])
-    J = torch.cat([rows[name].reshape(24, -1) for name in ("w", "b", "v", "k")], 1)
-    assert J.shape == (24, 25)
-    expected = float(np.linalg.norm(by_collocation(physicist)))
-    assert float(torch.linalg.pinv(J)[-1].norm()) > 5 * expected
-    apart = [float(physicist["deviation"](5, prior=prior)) for prior in (1.0, 10.0)]  # 14 residuals
-    assert apart[1] > 2 * apart[0], "what the page tells to look at does not tell"
 
 
 def test_trainings_with_new_noise_are_those_of_the_linearized_problem(physicist):

@@ -49,7 +49,7 @@ def _emptied_at_exit() -> str:
 
 def _rows(chosen: "list[Race]", options: argparse.Namespace) -> "Iterator[Standing]":
     """Measure case by case, and print."""
-    from report import heading, line
+    from report import TITLES, line
 
     table, end = "", perf_counter() + options.minutes * 60
     for index, case in enumerate(chosen):
@@ -59,15 +59,15 @@ def _rows(chosen: "list[Race]", options: argparse.Namespace) -> "Iterator[Standi
         _progress(f"{index + 1}/{len(chosen)} {case.table}: {case.name} {case.size}")
         row = _run(case, options)
         _progress("")
-        print(line(row) if row.table == table else f"{heading(row)}\n{line(row)}", flush=True)
+        print(line(row) if row.table == table else f"\n{TITLES[row.table]}\n{line(row)}", flush=True)
         table = row.table
         yield row
 
 
 def _finish(rows: "list[Standing]", options: argparse.Namespace) -> None:
-    from report import NOTES, goals, record, verdicts
+    from report import NOTES, goals, record
 
-    print(f"{NOTES}\n{goals(verdicts(rows))}")
+    print(f"{NOTES}\n{goals(rows)}")
     if options.json:
         options.json.write_text(json.dumps(record(rows), indent=1) + "\n")
 

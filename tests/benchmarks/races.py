@@ -3,7 +3,9 @@
 import gc
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
+from timeit import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -143,52 +145,25 @@ def _graphs() -> int:
 
 
 def _timed(sides: Sequence[Call], seconds: float, rounds: int, device: str) -> tuple[int, list[list[float]]]:
-    start = perf_counter()
-    calls, planned = _plan(sides, seconds, rounds, device)
-    if perf_counter() - start < _HEAVY:
-        return planned, _in_turns(sides, calls, planned, device)
-    rounds = min(rounds, max(planned, FEWEST))
-    each = [_in_turns(sides, calls, 1, device) for _ in range(rounds)]
-    return rounds, [[turn[index][0] for turn in each] for index in range(len(sides))]
-
-
-def _plan(sides: Sequence[Call], seconds: float, rounds: int, device: str) -> tuple[list[int], int]:
-    """How many calls make a sample of each side, and how many rounds of samples take about so many seconds."""
-    once = [_sample(side, 1, device) for side in sides]
+    """How many rounds take about so many seconds, and for each side the seconds per call in every round."""
+    timers = [Timer(side, timer=partial(_now, device)) for side in sides]
+    once = [timer.timeit(1) for timer in timers]
     calls = [max(1, int(_SAMPLE / t)) for t in once]
     length = sum(t * n for t, n in zip(once, calls, strict=True))
-    return calls, min(rounds, max(FEWEST, int(seconds / length)))
-
-
-def _in_turns(sides: Sequence[Call], calls: Sequence[int], rounds: int, device: str) -> list[list[float]]:
-    """Seconds per call, for each side a list: one sample per round."""
+    rounds = min(rounds, max(FEWEST, int(seconds / length)))
     times: list[list[float]] = [[] for _ in sides]
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for side, n, column in zip(sides, calls, times, strict=True):
-                column.append(_sample(side, n, device))
-    finally:
-        gc.enable()
-    return times
+    for _ in range(rounds):
+        if length > _HEAVY:
+            gc.collect()
+        for timer, n, column in zip(timers, calls, times, strict=True):
+            column.append(timer.timeit(n) / n)
+    return rounds, times
 
 
-def _sample(side: Call, calls: int, device: str) -> float:
-    """Seconds per call; on CUDA by the device's own clock, from the first kernel to the last, between empty queues."""
+def _now(device: str) -> float:
     if device == "cuda":
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        first.record()
-        for _ in range(calls):
-            side()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / calls
-    start = perf_counter()
-    for _ in range(calls):
-        side()
-    return (perf_counter() - start) / calls
+    return perf_counter()
 
 
 def apart(ours: Tensor, peer: Tensor) -> float:

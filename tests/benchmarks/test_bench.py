@@ -1,7 +1,6 @@
 """The bench itself: it runs from end to end, and only what is named."""
 
 import json
-import re
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -28,9 +27,8 @@ def test_quick_mode_runs_from_end_to_end(tmp_path):
     assert full["seconds"].keys() == {"JD", "plain", "limit", "ours", "stacked", "mean", "operators"}
     assert full["memory"].keys() == {"JD", "ours"}
     assert min(half["memory"].values()) > 0
-    judged = re.findall(r" (reached|MISSED)$", done.stdout.partition("to reach")[2], re.MULTILINE)
-    judged.pop()  # "so many goals reached"
-    assert [verdict == "reached" for verdict in judged] == [goal["reached"] for goal in record["goals"]]
+    reached = [figure["reached"] for race in record["races"] for figure in race["figures"]]
+    assert f"{sum(reached)} of {len(reached)} goals reached" in done.stdout
 
 
 def test_only_what_is_named_runs_and_graphs_only_by_name():
@@ -61,9 +59,6 @@ def _check_rules(rows, text):
         low, middle, high = row["ratios"]["ours/JD"]
         assert 0 < low <= middle <= high
         assert row["difference"]["JD"] < 0.05  # the peer's tolerances
-        ours, peer = (f"{row['seconds'][name] * 1e6:.1f}" for name in ("ours", "JD"))
-        lines = text.partition("as run and")[0].splitlines()
-        [line] = [line for line in lines if line.startswith(row["name"]) and {row["size"], ours} < set(line.split())]
-        assert {peer, f"{middle:.3f}"} < set(line.split())
-        reached = [figure["reached"] for figure in row["figures"]]
-        assert ("reached" in line, "MISSED" in line) == (reached == [True], reached == [False])
+        ours, peer = (row["seconds"][name] * 1e6 for name in ("ours", "JD"))
+        assert f"{row['name']:18}{row['size']:16}JD {peer:.4g} us; ours {ours:.4g} us" in text
+        assert f"ours/JD {middle:.3f} [{low:.3f} {high:.3f}]" in text

@@ -28,10 +28,7 @@ ROWS: dict[str, str | None] = {
     "several processes": "replicas",
 }
 # Not in the table, but said on the pages of evidence and of what comes from another library.
-BESIDE = {
-    "directions beside ours, under imbalance": "directions",
-    "directions of random rows beside ours": "lengths",
-}
+BESIDE = {"directions beside ours, by lengths of rows": "lengths"}
 
 
 def main(names: list[str]) -> None:

@@ -1,39 +1,64 @@
-"""How far two of the peer's rules are from ours on random rows, as their lengths spread."""
+"""How far the peer's directions are from ours, for rules that both have, as the lengths of the rows grow apart.
+
+Ours are tested beside exact solutions in `tests/aggregators` and `tests/exact`.
+"""
 
 import torch
+from peer_rules import reason
+from torch import Tensor
 from torchjd import aggregation as peer
 
 import functional_jd as jd
 
-CASES = 40
-LARGEST = (1.0, 1e1, 1e2)
-FAR = 0.01
 PAIRS = {
-    "NashMTL(4)": (lambda: peer.NashMTL(4), jd.nash_mtl()),
-    "CAGrad(0.5)": (lambda: peer.CAGrad(0.5), jd.cagrad(0.5)),
+    "UPGrad()": (lambda m: peer.UPGrad(), jd.upgrad()),
+    "NashMTL(m)": (peer.NashMTL, jd.nash_mtl()),
+    "ConFIG()": (lambda m: peer.ConFIG(), jd.config()),
+    "CAGrad(0.5)": (lambda m: peer.CAGrad(0.5), jd.cagrad(0.5)),
+    "IMTLG()": (lambda m: peer.IMTLG(), jd.imtl_g()),
 }
+FAR = 0.01
 
 
-def apart(name: str, ratio: float, seed: int) -> float:
-    """The relative distance of the directions of four rows in 30 dimensions, with lengths from 1 to `ratio`."""
+def fixed(ratio: float, seed: int) -> Tensor:
+    """Three rows, the longest so many times the shortest."""
+    J = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return J / J.norm(dim=1, keepdim=True) * torch.tensor([ratio, ratio**0.5, 1.0], dtype=torch.float64)[:, None]
+
+
+def spread(ratio: float, seed: int) -> Tensor:
+    """Four rows in 30 dimensions, with random lengths from 1 to `ratio`."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn(4, 30, generator=draw, dtype=torch.float64)
-    lengths = ratio ** torch.rand(4, 1, generator=draw, dtype=torch.float64)
-    rows = rows / rows.norm(dim=1, keepdim=True) * lengths
+    return rows / rows.norm(dim=1, keepdim=True) * ratio ** torch.rand(4, 1, generator=draw, dtype=torch.float64)
+
+
+def apart(name: str, J: Tensor, unit: bool) -> float:
+    """The distance of the two directions, of length one or relative to the peer's."""
     theirs, ours = PAIRS[name]
-    one, other = theirs()(rows), jd.aggregate(ours, rows).direction
-    return float((one - other).norm() / one.norm())
+    one, other = theirs(len(J))(J), jd.aggregate(ours, J).direction
+    return float((one / one.norm() - other / other.norm()).norm() if unit else (one - other).norm() / one.norm())
 
 
 def measure() -> dict[str, str]:
-    """By rule and largest length: the median, and how many are far apart, and how far."""
+    """Median and largest distance, by rule and ratio; of random lengths also how many are far apart."""
     found = {}
     for name in PAIRS:
-        for ratio in LARGEST:
-            values = torch.tensor([apart(name, ratio, seed) for seed in range(CASES)])
+        texts = []
+        for ratio in (1.0, 1e1, 1e2, 1e3, 1e4):
+            try:
+                values = torch.tensor([apart(name, fixed(ratio, seed), True) for seed in range(20)])
+            except Exception as error:
+                texts.append(f"{ratio:g}: {reason(error)}")
+                continue
+            texts.append(f"{ratio:g}: {values.median():.1g} ({values.max():.1g})")
+        found[f"TorchJD {name} from ours, median (largest) by ratio of lengths"] = "; ".join(texts)
+    for name in ("NashMTL(m)", "CAGrad(0.5)"):
+        for ratio in (1.0, 1e1, 1e2):
+            values = torch.tensor([apart(name, spread(ratio, seed), False) for seed in range(40)])
             far = values[values > FAR]
             text = f"median {values.median():.1g}, largest {values.max():.2g}"
             if len(far):
-                text += f", {len(far)} of {CASES} more than {FAR:.0%} apart: {far.min():.0%} to {far.max():.0%}"
+                text += f", {len(far)} of 40 more than {FAR:.0%} apart: {far.min():.0%} to {far.max():.0%}"
             found[f"TorchJD {name} from ours, lengths from 1 to {ratio:g}"] = text
     return found

@@ -9,7 +9,6 @@ from bounds import check_stable, check_within, eps
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 import functional_jd as jd
 
@@ -73,17 +72,6 @@ def test_each_batch_has_labels_of_one_task(name):
         assert moved.tolist() == [k % 3 == j for j in range(3)]
 
 
-def test_weights_by_gradients_at_the_features():
-    torch.manual_seed(0)
-    x, values = torch.randn(8, 4), {"trunk": torch.randn(4, 3), "a": torch.randn(3), "b": torch.randn(3)}
-    params = {name: p.requires_grad_() for name, p in values.items()}
-    h = torch.tanh(x @ params["trunk"])
-    losses = torch.stack([(h @ params["a"] - 1).square().mean(), (h @ params["b"] + 1).square().mean()])
-    found = jd.weigh(losses, list(params.values()), jd.aligned_mtl(), features=h).weights
-    rows = torch.stack([torch.autograd.grad(loss, h, retain_graph=True)[0].flatten() for loss in losses])
-    check_within(found, jd.aggregate(jd.aligned_mtl(), rows).weights, 64 * eps(torch.float32))
-
-
 def test_an_unknown_coefficient_of_an_equation_is_found_and_compiles():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(16, dtype=DOUBLE)
@@ -116,27 +104,6 @@ def test_reported_losses_are_those_before_weights_in_the_order_of_names():
     assert [info.losses["bc"].item(), info.losses["pde"]["x"].item(), info.losses["pde"]["y"].item()] == [9, 4, 1]
     with pytest.raises(TypeError, match="order of objective_names"):
         jd.constant({"bc": 1.0, "pde": 10.0})
-
-
-def test_a_moving_average_of_parameters_and_statistics():
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(8, 3)
-    apply = jd.functional(net)
-
-    def losses(p, b, x):
-        y, b = apply(p, b, x)
-        return {"a": y.square().mean(), "b": (y - 1).square().mean()}, b
-
-    how = method(losses)
-    state = jd.train_state(dict(net.named_parameters()), x, buffers=dict(net.named_buffers()), **how)
-    average = lambda old, new: torch.lerp(new, old, 0.9) if new.is_floating_point() else new
-    mean, expected = state.buffers, state.buffers["1.running_mean"].double()
-    for k in range(5):
-        state, _ = jd.step(state, x, **how)
-        mean = tree_map(average, mean, state.buffers)
-        expected = 0.9 * expected + 0.1 * state.buffers["1.running_mean"]
-        assert mean["1.num_batches_tracked"] == k + 1
-    check_within(mean["1.running_mean"], expected, 16 * eps(torch.float32))
 
 
 def test_parts_with_different_numbers_of_tokens_add_up_to_the_whole_batch():

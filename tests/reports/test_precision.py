@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 from bounds import check_within, eps
-from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 
 import functional_jd as jd
@@ -69,27 +67,6 @@ def test_one_of_two_parts_overflows():
     assert state.optimizer["d"].steps == 1
 
 
-def test_what_a_step_reports_and_takes_is_unscaled_once():
-    losses = lambda p: {"a": p.square().sum(), "b": (p - 1).square().sum()}
-    how, p = method(losses), torch.tensor([0.3, 0.7])
-    plain, expected = jd.step(jd.train_state(p, **how), **how)
-    scaled, info = jd.step(jd.train_state(p, scale=jd.scale_state(shape=(2,)), **how), **how)
-    assert torch.equal(plain.params, scaled.params)
-    assert torch.equal(info.gramian, expected.gramian)
-    assert torch.equal(info.losses["a"], expected.losses["a"])
-
-
-def test_a_schedule_waits_for_skipped_steps():
-    losses = lambda p: {"a": (p.half() * 60000).sum().float() * 1e-4, "b": p.square().sum()}
-    how = method(losses, jd.sgd(lr=lambda steps: 0.1 / (1 + steps)))
-    state, count = jd.train_state(torch.ones(1), scale=jd.scale_state(), **how), 0
-    for k in range(12):
-        state, info = jd.step(state, **how)
-        assert info.moved or k < 6
-        count += int(info.moved)
-        assert state.optimizer.steps == count
-
-
 @pytest.mark.parametrize("scale", [None, jd.scale_state()])
 def test_steps_that_are_too_long_are_left_out_and_the_scale_goes_on(scale):
     def cautious(inner, largest):
@@ -107,23 +84,6 @@ def test_steps_that_are_too_long_are_left_out_and_the_scale_goes_on(scale):
     check_within(after.params, torch.full((2,), 0.8), 8 * eps(torch.float32))
     assert torch.equal(same.params, after.params)
     check_within(again.params, torch.full((2,), 0.64), 8 * eps(torch.float32))
-
-
-def test_a_gradient_penalty_in_float16():
-    torch.manual_seed(0)
-    net, x = nn.Linear(3, 1), torch.randn(4, 3)
-
-    def losses(p, x):
-        slope = torch.func.grad(lambda x: torch.tanh(functional_call(net, p, x)).sum())(x)
-        return {"fit": functional_call(net, p, x).square().mean(), "slope": (slope.norm(dim=1) - 1).square().mean()}
-
-    start = {name: p.detach().clone() for name, p in net.named_parameters()}
-    plain, _ = jd.step(jd.train_state(start, x, **method(losses)), x, **method(losses))
-    how, scale = method(jd.autocast(losses)), jd.scale_state(2.0**10, shape=(2,))
-    found, info = jd.step(jd.train_state(start, x, scale=scale, **how), x, **how)
-    assert info.moved
-    for name in start:
-        check_within(found.params[name], plain.params[name], 16 * eps(torch.float16))
 
 
 def test_a_scale_stays_where_the_loss_itself_is_not_finite():
