@@ -34,20 +34,18 @@ from functional_jd.testing.laws import (
     tree_equals_flat,
     weakly_stationary,
 )
-from functional_jd.testing.strategies import Layer, Range, gramians, jacobians, param_trees
+from functional_jd.testing.strategies import Range, jacobians
 
 __all__ = [
     "ALWAYS",
     "BY_CLAIM",
     "Counterexample",
     "Findings",
-    "Layer",
     "Range",
     "batched",
     "compiled",
     "differentiable",
     "finite",
-    "gramians",
     "homogeneous",
     "hyper_parameters_are_values",
     "jacobians",
@@ -58,7 +56,6 @@ __all__ = [
     "non_finite",
     "obeys",
     "on_the_simplex",
-    "param_trees",
     "permutation_equivariant",
     "pure",
     "rotation_blind",

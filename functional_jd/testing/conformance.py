@@ -1,7 +1,6 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -179,15 +178,7 @@ def counterexample(
     if law is compiled:
         if (raising := counterexample(rule, runs, jacobians, settings, hyper)) is not None:
             return raising._replace(law=law)
-        case = _nontrivial_case(strategy, settings)
-        handlers = list(logging.root.handlers)
-        for handler in handlers:  # pytest would print the log of the compiler below a counterexample
-            handler.addFilter(_drop)
-        try:
-            return _counterexample(rule, law, *case)
-        finally:
-            for handler in handlers:
-                handler.removeFilter(_drop)
+        return _counterexample(rule, law, *_nontrivial_case(strategy, settings))
     failed: list[Counterexample] = []
 
     def fails(drawn: Drawn) -> bool:
@@ -201,11 +192,7 @@ def counterexample(
         return None
     except Flaky:  # the same case holds in one call and fails in another: the function has a state of its own
         return failed[0]
-    return _shrunk(rule, law, failed[0])
-
-
-def _drop(_: logging.LogRecord) -> bool:
-    return False
+    return failed[0]
 
 
 def _check(rule: Any, laws: Any, jacobians: Any, hyper: Any, settings: Any) -> None:
@@ -227,30 +214,6 @@ def _check(rule: Any, laws: Any, jacobians: Any, hyper: Any, settings: Any) -> N
 
 def _built(rule: Aggregator | Builder, hyper: Mapping[str, float]) -> Any:
     return rule(**hyper) if hyper and not isinstance(rule, Aggregator) else rule
-
-
-def _shrunk(rule: Aggregator | Builder, law: Law, example: Counterexample) -> Counterexample:
-    """Remove rows and columns while the same type of error is raised; hypothesis shrinks the entries only."""
-    for case in _smaller_cases((example.jacobian, example.others, example.losses)):
-        smaller = _counterexample(rule, law, case, example.hyper)
-        if smaller is not None and type(smaller.error) is type(example.error):
-            return _shrunk(rule, law, smaller)
-    return example
-
-
-def _smaller_cases(case: Case) -> Iterator[Case]:
-    """Yield the case with one column or one row removed."""
-    jacobian, others, losses = case
-    if not isinstance(jacobian, Tensor) or jacobian.ndim != 2:
-        return
-    for dim in (1, 0):
-        for removed in range(jacobian.shape[dim] if jacobian.shape[dim] > 1 else 0):
-            rest = [index for index in range(jacobian.shape[dim]) if index != removed]
-            yield (
-                jacobian[:, rest] if dim else jacobian[rest],
-                tuple(other[:, rest] if dim else other[rest] for other in others),
-                losses if losses is None or dim else losses[rest],
-            )
 
 
 def _counterexample(

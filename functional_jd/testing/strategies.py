@@ -1,4 +1,4 @@
-"""Hypothesis strategies for Jacobians, Gramians and pytrees of parameters.
+"""Hypothesis strategies for Jacobians and hyper-parameters.
 
 Entries are small integers as floats, and rows are scaled by powers of two. So every Gramian is exact in any order of
 summation, and a law fails because of the rule, not because of rounding.
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, is_size, refuse
 from functional_jd.core.tree import floating_leaves, tree_flatten, tree_unflatten
@@ -18,7 +17,6 @@ from functional_jd.core.types import Params, Tree
 Size = int | tuple[int, int]
 """One number, or the minimum and the maximum."""
 
-_SHAPES = [(), (1,), (2,), (2, 2), (3, 1)]
 # Row norms from 1e-18 to 1e18, within the range of the dtype, for which the rules guarantee the laws.
 _MAX_EXPONENT = 60
 
@@ -38,13 +36,6 @@ def numbers(within: Range) -> st.SearchStrategy[float]:
     ends = st.sampled_from([0.0, 1.0])
     fractions = st.one_of(ends, st.integers(0, 64).map(lambda k: k / 64), st.integers(1, 16).map(lambda k: 2.0**-k))
     return fractions.map(lambda t: within.low + t * (within.high - within.low))
-
-
-class Layer(NamedTuple):
-    """A NamedTuple that `param_trees` uses as a container."""
-
-    weight: Any
-    bias: Any
 
 
 def jacobians(
@@ -80,51 +71,6 @@ def jacobians(
     if like is not None:
         floating_leaves(like)
     return _jacobians(rows, columns, dtype, like, wide)
-
-
-def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.SearchStrategy[Tensor]:
-    """Draw Gramians `G = J J'` of `jacobians()`: float64 `[m, m]`, exact, positive semidefinite, often singular.
-
-    Args:
-        rows: m, or its minimum and maximum.
-        rank: the number of columns of J, which bounds the rank, or its minimum and maximum.
-        wide: whether rows may have very different norms.
-
-    Returns:
-        A hypothesis strategy of tensors.
-    """
-    _check_size("rows", rows)
-    _check_size("rank", rank)
-    check_flag("wide", wide)
-    return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
-
-
-def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]:
-    """Draw pytrees of parameters: nested dicts in any insertion order, lists, NamedTuples; leaves of 0 to 2 dimensions.
-
-    `jacobians(like=params)` draws a Jacobian for them.
-
-    Args:
-        dtype: the dtype of all leaves.
-
-    Returns:
-        A hypothesis strategy of pytrees.
-    """
-    _check_dtype(dtype)
-
-    def tensor(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
-        size = math.prod(shape)
-        entries = st.lists(st.integers(-4, 4), min_size=size, max_size=size)
-        return entries.map(lambda entries: torch.tensor(entries, dtype=dtype).reshape(shape))
-
-    def containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-        return st.one_of(
-            st.dictionaries(st.sampled_from(["w", "b", "a"]), children, min_size=1),
-            st.lists(children, min_size=1, max_size=3),
-            st.builds(Layer, children, children),
-        )
-
-    return st.recursive(st.sampled_from(_SHAPES).flatmap(tensor), containers, max_leaves=5)
 
 
 @st.composite

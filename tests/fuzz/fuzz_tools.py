@@ -172,6 +172,4 @@ TESTING = {
         lambda: {"rows": 2, "columns": (1, 2), "dtype": torch.float64, "like": None, "wide": True},
         {"like": OPTION | FLOATS, "wide": SWITCH},
     ),
-    "gramians": Call(testing.gramians, lambda: {"rows": 2, "rank": (1, 2), "wide": True}, {"wide": SWITCH}),
-    "param_trees": Call(testing.param_trees, lambda: {"dtype": torch.float64}),
 }

@@ -47,7 +47,7 @@ CALLS: dict[str, dict[str, Call]] = {
 
 RECORDS = """
     AffineWeights Aggregation Aggregator Counterexample Declared Advice Diagnosis Engine EngineChoice ExampleSets
-    FoundWeights Findings Front Kind Layer Multitask MultitaskJacobian Observation Optimizer Path Plan PerExample
+    FoundWeights Findings Front Kind Multitask MultitaskJacobian Observation Optimizer Path Plan PerExample
     Population Problem Range ScaleState Sharded StepInfo TrainState View
 """
 EXCLUDED = {

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from torch.func import jacfwd, jacrev
 
 from functional_jd.solvers.spectral import damped_solve, damped_weights
-from functional_jd.testing.strategies import gramians
+from functional_jd.testing import jacobians
+
+
+def gramians(rows, rank, wide=True):
+    return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
 
 
 def normal(*shape, seed=0):
