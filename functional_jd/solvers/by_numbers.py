@@ -14,74 +14,51 @@ _WELL_CONDITIONED = 1e-4
 _ROUNDS = 6
 
 _Rows = list[list[float]]
-_Solved = tuple[list[int], list[float], _Rows]
 
 
-def solve_by_numbers(
-    matrix: Tensor, offset: Tensor, allowed: Tensor, inverses: bool = False
-) -> tuple[Tensor, Tensor] | None:
-    """Solve the problems of `linear_complementarity` by block principal pivoting, with a factor for each active set.
+def solve_by_numbers(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor | None:
+    """Solve the problems of `linear_complementarity` by block principal pivoting, without derivatives.
 
-    The matrices are float64 `[b, m, m]` on a CPU, the offsets `[b, k, m]`. Returns s, and the inverses of the active
-    parts of the matrices, else zero, `[b, k, m, m]`, or empty; `None` where values may not be read or are not finite,
-    rows are ill-conditioned, or exchanges go round.
+    The matrices are float64 `[b, m, m]` on a CPU, the offsets `[b, k, m]`, as is the result. It is `None` where values
+    may not be read or are not finite, rows are ill-conditioned, or exchanges go round.
     """
-    m = offset.shape[-1]
     if type(matrix) is not Tensor or type(offset) is not Tensor or dispatch_modes():
         return None
-    multipliers: _Rows = []
-    blocks: list[_Rows] = []
+    found: _Rows = []
     for M, several, free in zip(matrix.tolist(), offset.tolist(), allowed.tolist(), strict=True):
         if not isfinite(sum(map(sum, M))):
             return None
-        factors: dict[tuple[int, ...], _Rows | None] = {}
         for q, entries in zip(several, free, strict=True):
-            found = _solve(M, q, [j for j in range(m) if entries[j]], factors)
-            if found is None:
+            solved = _solve(M, q, [j for j, is_free in enumerate(entries) if is_free])
+            if solved is None:
                 return None
-            active, values, factor = found
-            multipliers.append(_spread(values, active, m))
-            if inverses:
-                block = [[0.0] * m for _ in range(m)]
-                for i in active:
-                    block[i] = _spread(_solve_factored(factor, [float(i == j) for j in active]), active, m)
-                blocks.append(block)
-    s = torch.tensor(multipliers, dtype=offset.dtype, device=offset.device).view(offset.shape)
-    return s, torch.tensor(blocks, dtype=offset.dtype, device=offset.device).view(*offset.shape, m) if inverses else s[
-        :0
-    ]
+            found.append(solved)
+    return torch.tensor(found, dtype=offset.dtype, device=offset.device).view(offset.shape)
 
 
-def _spread(values: list[float], active: list[int], m: int) -> list[float]:
-    row = [0.0] * m
-    for j, x in zip(active, values):  # noqa: B905
-        row[j] = x
-    return row
-
-
-def _solve(M: _Rows, q: list[float], free: list[int], factors: dict[tuple[int, ...], _Rows | None]) -> _Solved | None:
-    """The active entries, ascending; their multipliers; the rows of their lower Cholesky factor."""
+def _solve(M: _Rows, q: list[float], free: list[int]) -> list[float] | None:
+    """The multipliers of one problem."""
     if not isfinite(sum(q)):
         return None
     active = [j for j in free if q[j] < 0]
     for _ in range(_ROUNDS):
-        key = tuple(active)
-        if key not in factors:
-            factors[key] = _cholesky(M, active)
-        factor = factors[key]
+        factor = _cholesky(M, active)
         if factor is None:
             return None
-        s = _solve_factored(factor, [-q[j] for j in active])
-        wrong = [j for j, x in zip(active, s) if x < -TOLERANCE]  # noqa: B905
+        found = [0.0] * len(q)
+        for j, x in zip(active, _solve_factored(factor, [-q[j] for j in active]), strict=True):
+            found[j] = x
+        wrong: list[int] = []
         for j in free:
-            if j not in key:
-                row, w = M[j], q[j]
-                for i, x in zip(active, s):  # noqa: B905
-                    w += row[i] * x
-                if w < -TOLERANCE:
-                    wrong.append(j)
+            x = found[j]
+            if not x:
+                x = q[j]
+                for i in active:
+                    x += M[j][i] * found[i]
+            if x < -TOLERANCE:
+                wrong.append(j)
         if not wrong:
-            return active, s, factor
+            return found
         active = sorted(set(active).symmetric_difference(wrong))
     return None
 

@@ -101,8 +101,9 @@ def _search(
         from functional_jd.solvers.one_launch import solve_in_one_launch  # imports Triton
 
         found = solve_in_one_launch(*inputs, inverses)
-    elif not fixed and size < min(_TENSORS_FROM, _PRODUCTS_FROM):
-        found = solve_by_numbers(*inputs, inverses)
+    elif not (fixed or inverses) and size < min(_TENSORS_FROM, _PRODUCTS_FROM):
+        s = solve_by_numbers(*inputs)
+        found = None if s is None else (s, s)
     if found is None:
         found = _by_pivots(*inputs) if fixed else _by_tensors(*inputs, inverses)
         # NaN where `M s + q` is not finite.
@@ -149,7 +150,7 @@ def _by_tensors(M: Tensor, q: Tensor, free: Tensor, inverses: bool) -> tuple[Ten
     left, inverse = unsolved, s
     if inverses:
         factor = _factor(M, active) if factor is None else factor
-        inverse = torch.cholesky_inverse(factor) * active.unsqueeze(-1)
+        inverse = (torch.cholesky_inverse(factor) * active.unsqueeze(-1)).contiguous()
         left = left | _is_doubtful(factor)
     if left.any():
         problem = left.flatten().nonzero().squeeze(-1)

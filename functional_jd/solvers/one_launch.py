@@ -23,7 +23,8 @@ _LEAST_SIZE = 16
 def solve_in_one_launch(matrix: Tensor, offset: Tensor, allowed: Tensor, inverses: bool) -> tuple[Tensor, Tensor]:
     """Solve the problems of `linear_complementarity`, where the tensors are, without a synchronization.
 
-    Arguments and results are those of `solve_by_numbers`; s is NaN where `M` or q is not finite.
+    Matrices are float64 `[b, m, m]`, offsets `[b, k, m]`. Returns s, NaN where `M` or q is not finite; and the inverses
+    of the active parts of the matrices, else zero, `[b, k, m, m]`, or empty.
     """
     b, k, m = offset.shape
     s = torch.empty_like(offset, memory_format=torch.contiguous_format)

@@ -167,6 +167,8 @@ def test_compiles_whole_and_under_vmap(f):
 def test_the_search_is_a_sound_operator():
     M, q = random_problem(4, 6)
     allowed = torch.ones_like(q, dtype=torch.bool)
+    large = torch.eye(12, dtype=torch.float64)
+    torch.library.opcheck(lcp._opaque_search.op, (large, large, torch.ones_like(large, dtype=torch.bool)))
     torch.library.opcheck(lcp._opaque_solution.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
