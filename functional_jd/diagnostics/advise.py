@@ -123,40 +123,21 @@ def _verdict(conflict: float, imbalance: float) -> tuple[str, str, str]:
 
 def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return norms `[k, m]`, cosines `[k, m, m]` and ranks `[k]`, with values."""
-    several = isinstance(given, Sequence) and not isinstance(given, Diagnosis | str)
-    each: list[Any] = list(given) if several else [given]
-    kind = Diagnosis if each and isinstance(each[0], Diagnosis) else Tensor
-    for wrong in [x for x in each or [given] if not isinstance(x, kind)]:
-        cure = "A step has () as Gramian if its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
-        expected = "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]"
-        refuse("diagnoses", expected, wrong, cure if isinstance(wrong, tuple) else "See diagnose.")
-    counts = sorted({len(x) for one in each if (x := one.norms if kind is Diagnosis else one).ndim})
-    if several and len(counts) > 1:
+    each: Any = given.unbind() if isinstance(given, Tensor) and given.ndim == 3 else given
+    if isinstance(each, Diagnosis):
+        each = tuple(map(Diagnosis._make, zip(*each, strict=True))) if each.norms.ndim == 2 else None
+    found: list[Diagnosis] = []
+    several = isinstance(each, Sequence) and not isinstance(each, str) and len(each)
+    for one in each if several else [None]:
+        if not (isinstance(one, Diagnosis) or (isinstance(one, Tensor) and one.ndim == 2)):
+            cure = "A step has () as Gramian if its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
+            expected = "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]"
+            refuse("diagnoses", expected, one if several else given, cure if one == () else "Pass a list of them.")
+        found.append(one if isinstance(one, Diagnosis) else diagnose(_with_values(one), gramian=True))
+    if len(counts := sorted({len(one.norms) for one in found})) > 1:
         raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts}. Part the window.")
-    found: Any = given
-    if several:
-        found = torch.stack(each) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*each, strict=True)))
-    if kind is Tensor:
-        found = _from_gramians(found)
-    if found.norms.ndim != 2:
-        refuse("diagnoses", "of k steps, with norms [k, m]", found.norms, "Pass a list of them.", ValueError)
-    norms, cosines, ranks = map(_with_values, (found.norms, found.cosines, found.rank))
+    norms, cosines, *_, ranks, _ = (_with_values(torch.stack(x)) for x in zip(*found, strict=True))
     return norms, cosines, ranks
-
-
-def _from_gramians(gramians: Tensor) -> Diagnosis:
-    square = gramians.ndim == 3 and gramians.shape[1] == gramians.shape[2]
-    if not square or not gramians.is_floating_point() or not gramians.numel():
-        refuse("diagnoses", "Gramians [k, m, m]", gramians, "Stack those of ten steps or more.", ValueError)
-    gramians = _with_values(gramians)
-    found: Diagnosis = torch.vmap(lambda G: diagnose(G, gramian=True))(gramians)
-    invalid = gramians.isfinite().flatten(1).all(1) & found.norms.isnan().any(1)  # `diagnose` gives NaN under vmap
-    if invalid.any():
-        raise ValueError(
-            "advise: diagnoses must be Gramians, symmetric and without negative eigenvalues, found other matrices at "
-            f"steps {invalid.nonzero().flatten().tolist()[:5]}. Make them with views.gramian(jacobian)."
-        )
-    return found
 
 
 def _with_values(tensor: Any) -> Tensor:

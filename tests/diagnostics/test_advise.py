@@ -157,28 +157,29 @@ def test_advice_shows_itself():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (([],), TypeError, "sequence of Diagnosis"),
-        (("upgrad",), TypeError, "sequence of Diagnosis"),
-        (([torch.eye(2)],), ValueError, "at least two steps with finite gradients, found 1 of 1"),
-        (([torch.eye(2), torch.eye(3)],), ValueError, r"same objectives, found \[2, 3\]"),
-        (([torch.ones(2), torch.ones(2)],), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
-        (([torch.tensor(1.0)] * 2,), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2\]"),
-        (([torch.eye(2), diagnose(torch.eye(2))],), TypeError, "Gramians .*, found Diagnosis"),
-        (([diagnose(torch.eye(2)), torch.eye(2)],), TypeError, "sequence of Diagnosis .*, found "),
-        (([torch.eye(2, device="meta")] * 2,), TypeError, "tensors with values"),
-        (([(), ()],), TypeError, r"found tuple\. A step has \(\) .* gramian_fn"),
-        ((torch.eye(2),), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
-        ((torch.ones(3, 2, 2, dtype=torch.int64),), ValueError, "found torch.int64"),
-        ((torch.zeros(0, 2, 2),), ValueError, r"Gramians \[k, m, m\], found .*\[0, 2, 2\]"),
-        ((torch.eye(2).expand(1, 2, 2),), ValueError, "at least two steps with finite gradients, found 1 of 1"),
-        ((torch.tensor([[[1.0, 2], [3, 4]]] * 2),), ValueError, r"other matrices at steps \[0, 1\]"),
-        ((diagnose(torch.eye(2)),), ValueError, "Pass a list"),
-        (([diagnose(torch.eye(2)), diagnose(torch.eye(3))],), ValueError, r"same objectives, found \[2, 3\]"),
-        ((STEADY["project"].to("meta"),), TypeError, "tensors with values"),
+        (([],), TypeError, "advise: .*sequence of Diagnosis"),
+        (("upgrad",), TypeError, "advise: .*sequence of Diagnosis"),
+        (([torch.eye(2)],), ValueError, "advise: .*at least two steps with finite gradients, found 1 of 1"),
+        (([torch.eye(2), torch.eye(3)],), ValueError, r"advise: .*same objectives, found \[2, 3\]"),
+        (([torch.ones(2), torch.ones(2)],), TypeError, r"advise: .*Gramians \[m, m\].* found torch.float32 \[2\]"),
+        (([torch.tensor(1.0)] * 2,), TypeError, r"advise: .*Gramians \[m, m\].* found torch.float32 \[\]"),
+        (([torch.eye(2, device="meta")] * 2,), TypeError, "advise: .*tensors with values"),
+        (([(), ()],), TypeError, r"advise: .*found tuple\. A step has \(\) .* gramian_fn"),
+        ((torch.eye(2),), TypeError, r"advise: .*Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
+        ((torch.zeros(0, 2, 2),), TypeError, r"advise: .*Gramians \[k, m, m\], found .*\[0, 2, 2\]"),
+        (
+            (torch.eye(2).expand(1, 2, 2),),
+            ValueError,
+            "advise: .*at least two steps with finite gradients, found 1 of 1",
+        ),
+        ((torch.tensor([[[1.0, 2], [3, 4]]] * 2),), ValueError, "diagnose: .*read as a Gramian"),
+        ((diagnose(torch.eye(2)),), TypeError, "advise: .*Pass a list"),
+        (([diagnose(torch.eye(2)), diagnose(torch.eye(3))],), ValueError, r"advise: .*same objectives, found \[2, 3\]"),
+        ((STEADY["project"].to("meta"),), TypeError, "advise: .*tensors with values"),
     ],
 )
 def test_errors_say_what_to_do(arguments, kind, message):
-    with pytest.raises(kind, match=f"advise: .*{message}"):
+    with pytest.raises(kind, match=message):
         advise(*arguments)
 
 
