@@ -129,23 +129,6 @@ def test_a_skipped_step_changes_nothing_but_the_scale(shape, poison):
     assert torch.equal(after.scale.growth_tracker, torch.where(info.finite, state.scale.growth_tracker + 1, 0))
 
 
-def test_each_rows_scale_follows_its_own_flag():
-    def losses(p, x):
-        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
-
-    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
-    params = torch.ones(3)
-    state = fj.train_state(params, torch.ones(()), scale=fj.scale_state(growth_interval=1, shape=(2,)), **how)
-    # 1e37 is finite itself, but not times 65536.
-    state, info = fj.step(state, torch.tensor(1e37), **how)
-    assert info.finite.tolist() == [True, False]
-    assert state.scale.scale.tolist() == [2.0**17, 2.0**15]
-    assert torch.equal(state.params, params)
-    state, info = fj.step(state, torch.ones(()), **how)
-    assert info.finite.tolist() == [True, True]
-    assert state.params.tolist() == [1 - 0.5 * 1.5] * 3
-
-
 def test_what_a_random_rule_remembers_does_not_advance_in_a_skipped_step():
     def update(view, key):
         return torch.softmax(fj.random.normal(key, view.shape).double(), 0), fj.random.split(key)[0]
@@ -181,24 +164,27 @@ def test_nothing_waits_for_the_device(engine, rule):
         fj.step(state, *batch, engine=engine, **how)
 
 
+def compiled_beside_eager(take, state, batches, how):
+    """Steps of one graph, for all of them, next to those of eager: the flags of the steps, and both states."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled, eager = torch.compile(take, fullgraph=True, backend=counter), state
+    flags, graphs = set(), set()
+    for batch in batches:
+        state, info = compiled(state, *batch, **how)
+        eager, _ = take(eager, *batch, **how)
+        flags.add(info.finite.all().item())
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1  # what the first call compiled is all
+    assert flags == {True, False}  # scales backed off, and grew
+    return state, eager
+
+
 def test_one_graph_serves_every_scale():
     params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
     how = method(params, fj.autocast(features), fj.autocast(top))
     state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**24, growth_interval=2, shape=(2,)), **how)
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(fj.step, fullgraph=True, backend=counter)
-    eager = state
-    flags, graphs = [], set()
-    for _ in range(12):
-        state, info = compiled(state, *batch, **how)
-        eager, _ = fj.step(eager, *batch, **how)
-        flags.append(info.finite.all().item())
-        graphs.add(counter.frame_count)
-    assert len(graphs) == 1  # what the first call compiled is all
-    assert True in flags  # the scale backed off, and later grew
-    assert False in flags
-    close(state, eager, rtol=1e-2, atol=1e-2)
+    close(*compiled_beside_eager(fj.step, state, [batch] * 12, how), rtol=1e-2, atol=1e-2)
 
 
 def small_step(p, preference):
@@ -362,21 +348,6 @@ def test_a_rule_that_looks_at_no_row_costs_one_backward_pass_and_its_start_none(
     assert [x.tolist() for x in PASSES] == [[w * k for w, k in zip(weights, (1, 2, 3, 4), strict=True)]]
 
 
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_an_overflow_of_the_weighted_sum_skips_the_step_and_backs_off_every_scale(shape):
-    def losses(p, x):
-        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
-
-    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5, momentum=0.9)}
-    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=shape), **how)
-    state, _ = weighted_step(state, torch.ones(()), **how)
-    after, info = weighted_step(state, torch.tensor(1e37), **how)
-    assert info.finite.shape == shape
-    assert not info.finite.any()
-    assert same(after[:4], state[:4])
-    assert torch.equal(after.scale.scale, state.scale.scale / 2)
-
-
 def batch_losses():
     """One objective per example, on layers whose rows need not be formed, and on one whose rows do."""
     with torch.random.fork_rng():
@@ -410,30 +381,6 @@ def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(rule, shape):
         close(info, expected, rtol=1e-3, atol=1e-5)
     close(ours, theirs, rtol=1e-3, atol=1e-5)
     assert not same(ours.params, params)
-
-
-def test_the_gramian_engine_serves_several_tasks_too():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    how = method(params, features, top, optimizer=fj.sgd(0.1))
-    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
-    close(
-        fj.step(state, *batch, engine="gramian", **how),
-        fj.step(state, *batch, engine="jacobian", **how),
-        rtol=1e-4,
-        atol=1e-6,
-    )
-
-
-def test_an_overflow_in_the_gramian_engine_skips_the_step_and_backs_off_its_own_scale():
-    def losses(p, x):
-        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
-
-    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
-    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=(2,)), **how)
-    after, info = fj.step(state, torch.tensor(1e37), engine="gramian", **how)
-    assert info.finite.tolist() == [True, False]
-    assert after.scale.scale.tolist() == [2.0**16, 2.0**15]
-    assert same(after[:4], state[:4])
 
 
 def wide_losses(kind, n=1 << 18):
@@ -546,35 +493,13 @@ def test_a_guarded_update_chooses_as_select_does():
     assert [bool(word) for word in words] == [True, False, False, True]
 
 
-def test_losses_outside_the_domain_of_a_scalarization_skip_the_step():
-    rule = scalarized(lambda v: v.log().mean().exp())
-    how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(torch.ones(2), torch.ones(2), **how)
-    after, info = fj.step(state, torch.tensor([1.0, -1.0]), **how)
-    assert not info.finite
-    assert not info.weights.isfinite().all()
-    assert same(after, state)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
-    params, losses, batch = regression(kind)
+    params, losses, (x, y) = regression(kind)
     how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
-    scale = fj.scale_state(growth_interval=2, shape=(3,))
-    state = eager = fj.train_state(params, *batch, scale=scale, **how)
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(weighted_step, fullgraph=True, backend=counter)
-    flags, graphs = [], set()
-    x, y = batch
-    for k in (1.0, 1.0, float("inf"), 0.5, float("nan"), 1.0):
-        state, info = compiled(state, x * k, y, **how)
-        eager, _ = weighted_step(eager, x * k, y, **how)
-        flags.append(info.finite.all().item())
-        graphs.add(counter.frame_count)
-    assert len(graphs) == 1
-    assert set(flags) == {True, False}
-    close(state, eager, rtol=1e-5, atol=1e-6)
+    state = fj.train_state(params, x, y, scale=fj.scale_state(growth_interval=2, shape=(3,)), **how)
+    batches = [(x * k, y) for k in (1.0, 1.0, torch.inf, 0.5, torch.nan, 1.0)]
+    close(*compiled_beside_eager(weighted_step, state, batches, how), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.inductor
@@ -638,26 +563,23 @@ def test_a_derivative_through_weighted_steps_is_right(kind):
 def test_bad_input_is_named():
     params, features, top, batch = two_tasks()
     how = method(params, features, top)
-    state = fj.train_state(params, *batch, **how)
-    with pytest.raises(ValueError, match=r"step: engine must be one of .*found 'turbo'"):
-        fj.step(state, *batch, engine="turbo", **how)
-    with pytest.raises(ValueError, match=r"step: engine='gramian' serves .*found one that needs no gradients"):
-        fj.step(state, *batch, engine="gramian", **(how | {"aggregator": fj.mean()}))
-    needs = "found one that needs inner products of rows"
-    with pytest.raises(ValueError, match=rf"step: engine='weighted' serves .*{needs}"):
-        fj.step(state, *batch, engine="weighted", **how)
-    with pytest.raises(TypeError, match=r"step: aggregator must be a rule, found function.*upgrad\(\)"):
-        fj.step(state, *batch, **(how | {"aggregator": fj.upgrad}))
-    with pytest.raises(TypeError, match=r"train_state: optimizer must be a pair.*found SGD.*from_torch"):
-        fj.train_state(params, *batch, **(how | {"optimizer": torch.optim.SGD([torch.ones(1)])}))
-    with pytest.raises(ValueError, match=r"step: the rule must use one batch.*by hand"):
-        fj.step(state, *batch, **(how | {"aggregator": fj.modo()}))
-    with pytest.raises(ValueError, match=r"scale must be of shape \[\] or \[2\].*found \[3\]"):
-        fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
-    with pytest.raises(TypeError, match=r"train_state: all leaves must be floating-point.*'n'"):
-        fj.train_state({"n": torch.ones(2, dtype=torch.int64)}, *batch, **how)
-    with pytest.raises(TypeError, match=r"losses must be floating-point tensors, found float"):
-        fj.train_state(torch.ones(2), losses=lambda p: 1.0, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
+    state, torch_own = fj.train_state(params, *batch, **how), torch.optim.SGD([torch.ones(1)])
+    take = lambda **changes: fj.step(state, *batch, **(how | changes))
+    begin = lambda params=params, **changes: fj.train_state(params, *batch, **(how | changes))
+    number, wide = lambda p, *_: 1.0, fj.scale_state(shape=(3,))
+    for run, error, words in (
+        (lambda: take(engine="turbo"), ValueError, "step: engine must be one of .*found 'turbo'"),
+        (lambda: take(engine="gramian", aggregator=fj.mean()), ValueError, "step: engine='gramian' .* no gradients"),
+        (lambda: take(engine="weighted"), ValueError, "step: engine='weighted' serves .*inner products of rows"),
+        (lambda: take(aggregator=fj.upgrad), TypeError, r"step: aggregator must be a rule.*function.*upgrad\(\)"),
+        (lambda: begin(optimizer=torch_own), TypeError, "train_state: optimizer must be a pair.*found SGD.*from_torch"),
+        (lambda: take(aggregator=fj.modo()), ValueError, "step: the rule must use one batch.*by hand"),
+        (lambda: begin(scale=wide), ValueError, r"scale must be of shape \[\] or \[2\].*found \[3\]"),
+        (lambda: begin({"n": torch.ones(2).long()}), TypeError, "train_state: all leaves must be floating-point.*'n'"),
+        (lambda: begin(losses=number), TypeError, "losses must be floating-point tensors, found float"),
+    ):
+        with pytest.raises(error, match=words):
+            run()
 
 
 def test_engines_show_a_rule_the_same_when_a_step_is_skipped():
