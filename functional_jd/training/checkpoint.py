@@ -57,7 +57,8 @@ def to_checkpoint(
         ['functional_jd.checksums', 'functional_jd.fields', 'functional_jd.version', 'w']
     """
     check_flag("whole", whole)
-    leaves, _, records = _named(state, aggregator, optimizer)
+    method = {"aggregator": aggregator, "optimizer": optimizer}
+    leaves, _, records = _named(state, method)
     if not whole:
         check_layouts(tree_leaves(state), state)  # checksums need shards that are where the mesh places them
     entries = {
@@ -65,7 +66,7 @@ def to_checkpoint(
         for name, leaf in leaves.items()
     }
     entries[_FIELDS] = _written(records)
-    for what, record in (("aggregator", aggregator), ("optimizer", optimizer)):
+    for what, record in method.items():
         if record is not None:
             entries[_METHOD[what]] = _written(function_names(record, what == "aggregator"))
     sums = list(_sums(entries).values())
@@ -102,17 +103,17 @@ def from_checkpoint(
         >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    expected, structure, records = _named(like, aggregator, optimizer)
+    method = {"aggregator": aggregator, "optimizer": optimizer}
+    expected, structure, records = _named(like, method)
     check_layouts(tree_leaves(like), like)
     _check_whole(checkpoint)
-    written: dict[str, list[str]] = _read(checkpoint[_FIELDS])
-    added = _added(written, records)
+    added = _added(_read(checkpoint[_FIELDS]), records)
     kept = {name for name in expected if name not in checkpoint and f"{name}.".startswith(added)}
     missing, unknown = sorted({*expected} - kept - {*checkpoint}), sorted({*checkpoint} - {*expected} - _OWN)
     if missing or unknown:
         found = f"{_few(missing) or 'none'} missing and {_few(unknown) or 'none'} unknown"
         _refuse("the names of `like`", found, _START)
-    _check_method(checkpoint, {"aggregator": aggregator, "optimizer": optimizer})
+    _check_method(checkpoint, method)
     leaves: list[Any] = []
     for name, leaf in expected.items():
         found = leaf if name in kept else checkpoint[name]
@@ -132,12 +133,12 @@ def _refuse(expected: str, found: str, cure: str) -> NoReturn:
     raise ValueError(f"from_checkpoint: expected {expected}, found {found}. {cure}")
 
 
-def _named(tree: Any, rule: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
+def _named(tree: Any, method: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
     """The leaves by name, the structure, and by name the class and the fields of each record."""
-    if rule is not None:
-        check_rule(rule)
-    if optimizer is not None:
-        check_type("optimizer", optimizer, Optimizer, "Call its builder: adamw().")
+    if method["aggregator"] is not None:
+        check_rule(method["aggregator"])
+    if method["optimizer"] is not None:
+        check_type("optimizer", method["optimizer"], Optimizer, "Call its builder: adamw().")
     leaves, structure = tree_flatten(tree)
     names, records = [""] * len(leaves), dict[str, list[str]]()
     for path, node in named_nodes(structure, len(leaves)):
@@ -165,9 +166,7 @@ def _check_whole(checkpoint: Any) -> None:
     for name, value in checkpoint.items():
         check_type(f"checkpoint[{name!r}]", value, Tensor, cure)
     entries = cast("Mapping[str, Tensor]", checkpoint)
-    if _VERSION not in entries or _FIELDS not in entries:
-        _refuse(f"the entries {_VERSION!r} and {_FIELDS!r}", "a dict without them", cure)
-    version: Any = entries[_VERSION].tolist()
+    version: Any = entries[_VERSION].tolist() if {_VERSION, _FIELDS} <= entries.keys() else "none"
     if version != VERSION:
         cure = "Read it with the version of functional_jd that wrote it."
         _refuse(f"a checkpoint of version {VERSION}", f"version {version}", cure)

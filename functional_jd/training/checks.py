@@ -1,6 +1,5 @@
 """Checks at the start, most of them from one evaluation of the losses with a graph."""
 
-import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,10 +23,10 @@ from functional_jd.objectives.calls import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.torch_compat.autograd_graph import nodes_from
-from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.training.state import warn
 
 _CURE = "Call functional(model)(params, ...), not model(...)"
 
@@ -89,7 +88,7 @@ def check_learning(
     trunk = tree_leaves(kind.row_params(plan.losses, params))
     unreached = _check_reached(values, points, trunk, constant, training)
     if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
-        _warn(
+        warn(
             f"{here()}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
@@ -98,13 +97,13 @@ def check_learning(
 def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], training: bool) -> None:
     half = [name for name, x in named.items() if x.dtype == torch.float16]
     if half and training:
-        _warn(
+        warn(
             f"{here()}: parameters must be in float32 to be trained, found float16 in {_few(half)}, where steps "
             "below 5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
         )
     gradients = (x for node in nodes_from(nodes) for x in getattr(node, "_input_metadata", ()))
     if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
-        _warn(
+        warn(
             f"{here()}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
             "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
@@ -143,7 +142,7 @@ def _check_reached(
     needed = [name for name in unreached if name not in given]
     text = f"{here()}: all losses must depend on the parameters, found {_few(needed)} without a gradient. {_CURE}"
     if needed and not training:
-        _warn(f"{text}: their weights mean nothing.")
+        warn(f"{text}: their weights mean nothing.")
     elif needed:
         raise ValueError(
             f"{text}. Return other values as aux, with has_aux=True; of a task without labels in this batch, pass "
@@ -165,7 +164,7 @@ def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tre
     lost = ["the running statistics that normalization moves"] * any(map(is_lost, averages))
     lost += [f"the buffer {name!r}, which its module moves" for name, x in moved.items() if is_lost(x)]
     if lost:
-        _warn(
+        warn(
             f"{here()}: the losses must return {lost[0]}, found that they do not. Take output, buffers = "
             "functional(module)(params, buffers, ...), return (losses, buffers), and pass "
             "buffers=dict(module.named_buffers()); or call module.eval()."
@@ -176,7 +175,7 @@ def _warn_of_buffers_without_noise(before: Tree, after: Tree) -> None:
     """Warn of buffers that the losses of an example move, except for keys: they get no noise."""
     for name, x, y in zip(tree_names(after), tree_leaves(before), tree_leaves(after), strict=False):
         if not is_key(name, x, before) and not torch.equal(x.nan_to_num(), y.nan_to_num()):
-            _warn(
+            warn(
                 f"{here()}: the losses of noised training move the buffer {name!r}, which gets no noise. Keep no "
                 "buffer that follows the examples, as a running mean does. Pass a count of the steps in the batch."
             )
@@ -208,10 +207,6 @@ def _leaves_behind(nodes: list[Any]) -> dict[int, Tensor]:
     """The leaf tensors of plain autograd behind some nodes, by id."""
     leaves = [getattr(node, "variable", None) for node in nodes_from([x for x in nodes if x is not None])]
     return {id(x): x for x in leaves if x is not None}
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=user_level())
 
 
 def _few(names: list[str]) -> str:

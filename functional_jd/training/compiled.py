@@ -206,10 +206,9 @@ def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
 def _check(arguments: Any, leaves: list[Any]) -> None:
     """Raise for a call that a graph of plain tensors would get wrong."""
     outer = "Compile the outermost function: compiled(torch.func.grad(f)), compiled(random.keyed(f))."
-    if transform_level() != _NO_TRANSFORM:
-        raise ValueError(f"compiled: expected a call outside of transforms, found one inside torch.func. {outer}")
-    for mode in graphs.function_modes():
-        raise ValueError(f"compiled: expected a call outside of modes, found one inside {type(mode).__name__}. {outer}")
+    around = ["torch.func"] * (transform_level() != _NO_TRANSFORM) + [type(x).__name__ for x in graphs.function_modes()]
+    if around:
+        raise ValueError(f"compiled: expected a call outside of transforms and modes, found {around[0]}. {outer}")
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):
         at = _called(name)
         if not isinstance(leaf, Tensor):

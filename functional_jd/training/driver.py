@@ -1,6 +1,5 @@
 """The way from losses to a direction: plan, observe, weigh, pull back."""
 
-import warnings
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,9 +25,8 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier, update_scale
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.solvers.spectral import may_be_read
-from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import has_values
-from functional_jd.training.state import START, TrainState
+from functional_jd.training.state import START, TrainState, warn
 
 
 def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
@@ -207,16 +205,13 @@ def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
 def _warn_of_zero_rows(view: View, products: Any) -> None:
     """Warn of losses that have a row of zeros in a group, where training starts and inner products are known."""
     for key, own in () if products is None else products.items():
-        if key in view.partial or own.ndim != 2 or not may_be_read(own):
-            continue
-        reached = (own.diagonal() != 0).tolist()
-        if any(reached) and not all(reached):
-            known = [i for i, yes in enumerate(reached) if yes]
-            warnings.warn(
-                f"{here()}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. "
-                f"If these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}}).",
-                stacklevel=user_level(),
-            )
+        if key not in view.partial and own.ndim == 2 and may_be_read(own):
+            known = own.diagonal().nonzero().flatten().tolist()
+            if 0 < len(known) < len(own):
+                warn(
+                    f"{here()}: expected losses that reach the group {key!r}, found zeros of all but the losses "
+                    f"{known}. If these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}})."
+                )
 
 
 def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:

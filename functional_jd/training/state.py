@@ -1,5 +1,6 @@
 """What training carries from step to step, what a step reports, and checks of what a step is given."""
 
+import warnings
 from itertools import accumulate, chain
 from math import isfinite
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.callers import here
+from functional_jd.torch_compat.callers import here, user_level
 from functional_jd.torch_compat.slow_path import is_out_of_memory
 from functional_jd.torch_compat.torch_internals import has_values
 
@@ -102,6 +103,11 @@ class StepInfo(NamedTuple):
 
 
 START = "Start with state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
+
+
+def warn(text: str) -> None:
+    """Warn of training that is probably wrong, where the user called."""
+    warnings.warn(text, UserWarning, stacklevel=user_level())
 
 
 def note_other_optimizer(state: TrainState, optimizer: Optimizer, error: Exception) -> None:

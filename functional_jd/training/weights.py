@@ -1,6 +1,5 @@
 """The weights alone, of a function or of losses with a graph, for loops that call `.backward()` themselves."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -28,11 +27,11 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.autograd_graph import to_dense
-from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of
 from functional_jd.training.driver import observe, prepare, weighed
+from functional_jd.training.state import warn
 
 
 @displayed_as(outline)
@@ -149,11 +148,10 @@ def _warn_of_graph(params: Params) -> None:
     """Warn of a leaf tensor to which weights carry a graph: a trainer's backward pass would go through the rule."""
     for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
         if p.requires_grad and p.is_leaf:
-            warnings.warn(
+            warn(
                 f"{here()}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
                 "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
-                "without grad, or take weights.detach().",
-                stacklevel=user_level(),
+                "without grad, or take weights.detach()."
             )
             return
 

@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_by_name():
     for checkpoint, error, words in (
         (state, TypeError, r"checkpoint\['a'\] must be a Tensor, found dict"),
         (torch.ones(1), TypeError, "checkpoint must be a dict by names, found torch.float32"),
-        ({"b": torch.ones(1)}, ValueError, "'functional_jd.version' and 'functional_jd.fields', found a dict without"),
+        ({"b": torch.ones(1)}, ValueError, "a checkpoint of version 1, found version none"),
         ({**good, "functional_jd.version": torch.tensor(9)}, ValueError, "a checkpoint of version 1, found version 9"),
         ({**good, "functional_jd.fields": torch.ones(3)}, ValueError, "found others in 'functional_jd.fields'"),
     ):

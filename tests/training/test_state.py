@@ -38,19 +38,28 @@ def noted(match, run):
     assert re.search(match, "\n".join(failed.value.__notes__))
 
 
-@pytest.mark.parametrize("state", [PARAMS, (PARAMS, ()), fj.scale_state()])
-def test_what_is_no_state_is_refused(state):
-    words = rf"state must be a TrainState, found {type(state).__name__}\. .*train_state\("
-    refused(f"^step: {words}", lambda: fj.step(state, X, **method()), TypeError)
+def test_what_is_no_state_scale_flag_or_function_is_refused():
     how = {"losses": losses, "aggregator": fj.upgrad()}
-    refused(f"^chosen_engine: {words}", lambda: fj.chosen_engine(state, X, **how), TypeError)
-
-
-@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])
-def test_what_is_no_scale_is_refused(scale):
-    refused(r"^train_state: scale must be a ScaleState, found .*scale_state\(", lambda: begun(scale=scale), TypeError)
-    wrong = begun()._replace(scale=scale)
-    refused(r"^step: scale must be a ScaleState.*no_scale\(\)", lambda: fj.step(wrong, X, **method()), TypeError)
+    take = lambda state=None, **more: fj.step(begun() if state is None else state, X, **(method() | more))
+    for state in (PARAMS, (PARAMS, ()), fj.scale_state()):
+        words = rf"state must be a TrainState, found {type(state).__name__}\. .*train_state\("
+        refused(f"^step: {words}", lambda state=state: take(state), TypeError)
+        refused(f"^chosen_engine: {words}", lambda state=state: fj.chosen_engine(state, X, **how), TypeError)
+    for scale in (8.0, torch.tensor(8.0)):
+        words = "scale must be a ScaleState, found "
+        refused(rf"^train_state: {words}.*scale_state\(", lambda scale=scale: begun(scale=scale), TypeError)
+        refused(rf"^step: {words}.*no_scale", lambda scale=scale: take(begun()._replace(scale=scale)), TypeError)
+    for flag in (1, None, "yes", torch.tensor(True)):
+        refused("^step: has_aux must be True or False", lambda flag=flag: take(has_aux=flag), TypeError)
+        refused("^train_state: has_aux must be True or False", lambda flag=flag: begun(has_aux=flag), TypeError)
+    refused("^step: losses must be a function, found Tensor", lambda: take(losses=X), TypeError)
+    refused("^train_state: losses must be a function, found NoneType", lambda: begun(losses=None), TypeError)
+    wrong = how | {"losses": X}
+    refused("^chosen_engine: losses must be a function", lambda: fj.chosen_engine(begun(), X, **wrong), TypeError)
+    named = {"losses": lambda p, x: {"fit": losses(p, x).sum(), "n": 2}, "aggregator": fj.mean()}
+    refused("^step: losses must be .* found int in 'n'", lambda: take(**named, engine="weighted"), TypeError)
+    uneven = fj.stateless(fj.views.full_jacobian, lambda J: torch.ones(3))
+    refused(r"^step: expected one weight per row, \[2\], found \[3\]", lambda: take(aggregator=uneven))
 
 
 class Values(NamedTuple):
@@ -71,18 +80,6 @@ def test_engines_speak_of_the_function_that_was_called(engine):
     )
 
 
-def test_the_weighted_engine_and_rules_speak_of_the_function_that_was_called():
-    wrong = method(losses=lambda p, x: {"fit": losses(p, x).sum(), "n": 2}, aggregator=fj.mean(), engine="weighted")
-    refused("^step: losses must be .* found int in 'n'", lambda: fj.step(begun(), X, **wrong), TypeError)
-    uneven = method(aggregator=fj.stateless(fj.views.full_jacobian, lambda J: torch.ones(3)))
-    refused(r"^step: expected one weight per row, \[2\], found \[3\]", lambda: fj.step(begun(), X, **uneven))
-    refused(
-        "^chosen_engine: losses must be a function",
-        lambda: fj.chosen_engine(begun(), X, losses=X, aggregator=fj.mean()),
-        TypeError,
-    )
-
-
 def test_slow_ways_in_a_step_are_told_in_its_name():
     """An op without a rule for vmap: `gramian_fn` would speak of itself."""
     rows = fj.per_example(lambda p, x: (p["weight"] @ x).sum() * (1.0 if x.sum().item() else 2.0))
@@ -90,19 +87,6 @@ def test_slow_ways_in_a_step_are_told_in_its_name():
         state = fj.train_state(PARAMS, X, losses=rows, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
     with pytest.warns(fj.SlowPathWarning, match=r"^step: "):
         fj.step(state, X, losses=rows, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1), engine="gramian")
-
-
-@pytest.mark.parametrize("flag", [1, None, "yes", torch.tensor(True)])
-def test_what_is_neither_true_nor_false_is_no_flag(flag):
-    refused("^step: has_aux must be True or False", lambda: fj.step(begun(), X, **method(), has_aux=flag), TypeError)
-    refused("^train_state: has_aux must be True or False", lambda: begun(has_aux=flag), TypeError)
-
-
-def test_losses_that_are_no_function_are_refused():
-    refused(
-        "^step: losses must be a function, found Tensor", lambda: fj.step(begun(), X, **method(losses=X)), TypeError
-    )
-    refused("^train_state: losses must be a function, found NoneType", lambda: begun(losses=None), TypeError)
 
 
 OPTIMIZERS = {
@@ -243,23 +227,17 @@ def test_what_are_no_parameters_is_refused_with_the_cure(params, words):
     refused(f"^jacobian_fn: .*{words}", lambda: fj.jacobian_fn(lambda p: p)(params), TypeError)
 
 
-SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(NET.parameters(), lr=0.1), 10)
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        (lambda: fj.adamw("0.1"), "adamw: lr must be a number, a tensor or a schedule, found '0.1'"),
+def test_what_is_no_setting_is_refused_with_the_cure():
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(NET.parameters(), lr=0.1), 10)
+    for run, words in (
         (lambda: fj.adamw(NET.parameters(), 1e-3), "adamw: lr .* found generator.* given to train_state"),
         (lambda: fj.sgd(NET), "sgd: lr .* found Linear.* given to train_state"),
-        (lambda: fj.adamw(lr=SCHEDULER), "adamw: lr must be a number, a tensor or a schedule, found StepLR"),
+        (lambda: fj.adamw(lr=schedule), "adamw: lr must be a number, a tensor or a schedule, found StepLR"),
         (lambda: fj.adamw(1e-3, 0.9), "adamw: betas must be a pair of numbers, found 0.9"),
         (lambda: fj.from_torch(torch.optim.Adam(NET.parameters())), "from_torch: cls must be .* found Adam"),
         (lambda: fj.from_torch(SimpleNamespace), "from_torch: cls must be a class of torch.optim, found the class"),
-    ],
-)
-def test_what_is_no_setting_is_refused_with_the_cure(run, words):
-    refused(f"^{words}", run, TypeError)
+    ):
+        refused(f"^{words}", run, TypeError)
 
 
 @pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn])
