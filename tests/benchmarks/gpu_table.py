@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from gpu_cases import cases
 from gpu_sides import sides
+from page import table as markdown
 from page import with_table
 
 ROUNDS, SECONDS = 15, 0.8
@@ -130,35 +131,25 @@ def machine(device: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The table in Markdown: one line per side, with ratios to plain training and to TorchJD."""
-    lines = [
-        "| case | side | ms | host ms | peak MB | to plain | to TorchJD |",
-        "| --- | --- | --: | --: | --: | --: | --: |",
-    ]
+    ms = {(row["case"], row["side"]): row["ms"] for row in rows if "ms" in row}
+    lines = []
     for row in rows:
+        case, side = row["case"], row["side"]
         if "error" in row:
-            words = "raises" if row["error"] != "no time left" else "-"
-            lines.append(f"| {row['case']} | {row['side']} | {words} | | | | |")
+            lines.append([case, side, "raises" if row["error"] != "no time left" else "-", "", "", "", ""])
             continue
-        base = {
-            side: next((r["ms"] for r in rows if r["case"] == row["case"] and r["side"] == side and "ms" in r), None)
-            for side in ("plain", "TorchJD upgrad")
-        }
-        ratios = [f"{row['ms'] / ms:.2f}" if ms else "-" for ms in base.values()]
-        lines.append(
-            f"| {row['case']} | {row['side']} | {row['ms']:.3g} | {row['host ms']:.3g} | {row['peak MB']:.0f} | "
-            f"{ratios[0]} | {ratios[1]} |"
-        )
-    return "\n".join(lines)
+        bases = [ms.get((case, base)) for base in ("plain", "TorchJD upgrad")]
+        ratios = [f"{row['ms'] / base:.2f}" if base else "-" for base in bases]
+        lines.append([case, side, f"{row['ms']:.3g}", f"{row['host ms']:.3g}", f"{row['peak MB']:.0f}", *ratios])
+    return markdown(["case", "side", "ms", "host ms", "peak MB", "to plain", "to TorchJD"], lines, "--:")
 
 
 def summary(rows: Sequence[Row]) -> str:
     """One line per case: our forms of `upgrad` to TorchJD's loop, and `mean` to plain training."""
     peer, sides = "TorchJD upgrad", ("upgrad, eager", "upgrad, by operators", "upgrad, captured")
-    lines = [
-        "| case | TorchJD, ms | `upgrad`, eager | by operators | captured | memory, eager | `mean`, eager, to plain "
-        "| captured, to plain captured |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: |",
-    ]
+    titles = ["case", "TorchJD, ms", "`upgrad`, eager", "by operators", "captured", "memory, eager"]
+    titles += ["`mean`, eager, to plain", "captured, to plain captured"]
+    lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         found = {row["side"]: row for row in rows if row["case"] == case and "ms" in row}
         ratio = lambda a, b, key="ms", found=found: (
@@ -166,9 +157,8 @@ def summary(rows: Sequence[Row]) -> str:
         )
         cells = [f"{found[peer]['ms']:.3g}" if peer in found else "-", *(ratio(side, peer) for side in sides)]
         cells += [ratio("upgrad, eager", peer, "peak MB") if case.startswith(_LARGE) else "-"]
-        cells += [ratio("mean, eager", "plain"), ratio("mean, captured", "plain, captured")]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([case, *cells, ratio("mean, eager", "plain"), ratio("mean, captured", "plain, captured")])
+    return markdown(titles, lines, "--:")
 
 
 _LARGE = ("ResNet", "GPT")  # memory of small models is rounding

@@ -1,7 +1,5 @@
 """Two processes with other data each: do parameters stay equal? The peer's loop as it is, and with the cure."""
 
-import os
-import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,16 +14,9 @@ from torchjd.autojac import backward, jac_to_grad
 WAYS = ("backward() beside DistributedDataParallel", "with dist.all_reduce(p.grad, AVG) before the step")
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def _train(rank: int, port: int, cured: bool, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _train(rank: int, cured: bool, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Linear(5, 2)
     replica = DistributedDataParallel(model)
@@ -49,7 +40,7 @@ def measure() -> dict[str, str]:
     found = {}
     for way, cured in zip(WAYS, (False, True), strict=True):
         with TemporaryDirectory() as folder:
-            spawn(_train, (_free_port(), cured, folder), nprocs=2)
+            spawn(_train, (cured, folder), nprocs=2)
             one, other = (torch.load(Path(folder) / f"{rank}.pt")["weight"] for rank in (0, 1))
         found[f"TorchJD, {way}"] = f"replicas apart by {float((one - other).norm() / one.norm()):.1%}"
     return found

@@ -47,13 +47,6 @@ def switch():
     return hugging("SwitchTransformers", "SwitchTransformersForConditionalGeneration", labelled, words(), **options)
 
 
-def bart():
-    layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 16}
-    options = {**WORDS, **layers, **sizes, "decoder_start_token_id": 2}
-    return hugging("Bart", "BartForConditionalGeneration", labelled, words(), draws=True, **options)
-
-
 def mixtral():
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True}
     experts["experts_implementation"] = "eager"  # the other has no kernel for float64
@@ -75,10 +68,9 @@ def gpt2():
     return causal("GPT2", "GPT2LMHeadModel", draws=True, **WORDS, **sizes)
 
 
-def mamba(name="Mamba"):
+def mamba():
     sizes = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "use_cache": False}
-    heads = {"num_heads": 2, "head_dim": 8, "n_groups": 1, "chunk_size": 4} if name == "Mamba2" else {}
-    return causal(name, f"{name}ForCausalLM", **WORDS, **sizes, **heads)
+    return causal("Mamba", "MambaForCausalLM", **WORDS, **sizes)
 
 
 def recurrent_gemma():
@@ -90,18 +82,12 @@ LANGUAGE = {
     "t5": single(t5),
     "dora": single(dora),
     "switch": single(switch),
-    "bart": bart,
     "mixtral": single(mixtral),
     "xlnet": xlnet,
     "deberta": deberta,
     "gpt2": gpt2,
     "mamba": single(mamba),
-    "mamba2": single(partial(mamba, "Mamba2")),
     "recurrent_gemma": single(recurrent_gemma),
-    "bert": lambda: hugging("Bert", "BertForMaskedLM", logits, words(), draws=True, **WORDS, **SIZES),
-    "albert": lambda: hugging("Albert", "AlbertForMaskedLM", logits, words(), embedding_size=8, **WORDS, **SIZES),
-    "bloom": single(lambda: causal("Bloom", "BloomForCausalLM", hidden_size=16, n_layer=2, n_head=2, **WORDS)),
-    "llama": single(lambda: causal("Llama", "LlamaForCausalLM", **GROUPED)),
     "gemma": single(lambda: causal("Gemma2", "Gemma2ForCausalLM", head_dim=8, sliding_window=4, **GROUPED)),
     "qwen": single(lambda: causal("Qwen3", "Qwen3ForCausalLM", head_dim=8, **GROUPED)),
 }

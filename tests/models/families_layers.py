@@ -13,9 +13,9 @@ fn = nn.functional
 class Packed(nn.Module):
     """A recurrent net over sequences of different lengths, the longest first."""
 
-    def __init__(self, kind=nn.LSTM, **options):
+    def __init__(self, **options):
         super().__init__()
-        self.cells = kind(4, 5, 2, batch_first=True, **options)
+        self.cells = nn.LSTM(4, 5, 2, batch_first=True, **options)
         self.head = nn.Linear(options.get("proj_size", 5) * (2 if options.get("bidirectional") else 1), 2)
 
     def forward(self, x):
@@ -189,10 +189,6 @@ sequence = lambda: vectors(5, 4)
 LAYERS = {
     "lstm": lambda: Family(Packed, sequence()),
     "lstm_both_ways": lambda: Family(partial(Packed, bidirectional=True, proj_size=3), sequence()),
-    "gru": lambda: Family(partial(Packed, nn.GRU), sequence()),
-    "rnn": lambda: Family(
-        lambda: nn.RNN(4, 5, 2, nonlinearity="relu", batch_first=True), sequence(), lambda call, x: call(x)[0]
-    ),
     "cells": lambda: Family(Cells, sequence()),
     "wavenet": lambda: Family(WaveNet, sequence()),
     "graph": lambda: Family(Graph, vectors(5, 4)),
