@@ -11,6 +11,7 @@ from functional_jd.aggregation.hyper_parameters import PREFERENCES, Numbers, per
 from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
 from functional_jd.aggregation.lifts import learned_with, scalarized, scalarized_with, stateless
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.regularized import of_some
 from functional_jd.aggregation.views import View, as_view, cross_gramian, equal_weights, full_jacobian, gramian
 from functional_jd.aggregation.views import gramian_and_losses, jacobian_and_losses, jacobian_entries, loss_count
 from functional_jd.aggregation.views import losses, no_gradients, norms, norms_and_losses, with_losses

@@ -1,6 +1,6 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,7 +48,8 @@ class Aggregator(NamedTuple):
             back, for more than some 40 launches. Not under transforms.
         sensitivity: the largest norm that a row can add to the direction, whatever the rows, which `noised` needs; else
             None.
-        takes: its name and the losses that it can take, if these are not all; `train_state` raises for others.
+        takes: its name and the losses that it can take, if these are not all; `train_state` raises for others. If it
+            receives some of the losses only, further a function from these to the places of its own.
     """
 
     view: View | Callable[..., Any]
@@ -56,7 +57,7 @@ class Aggregator(NamedTuple):
     update: Callable[[Any, Tree], tuple[Weights, Tree]]
     on_host: bool = False
     sensitivity: float | Tensor | None = None
-    takes: tuple[str, Domain] | None = None
+    takes: tuple[str, Domain] | tuple[str, Domain, Callable[[Losses], Sequence[int]]] | None = None
 
 
 @displayed_as(outline)
@@ -168,7 +169,7 @@ def apply_rule(
         initial = aggregator.init(received)
         found: Any = aggregator.update(received, initial)
         weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
-        return weights, _remembered(aggregator, initial, new, seen) if tree_leaves(new) else new
+        return weights, _remembered(initial, new, seen) if tree_leaves(new) else new
     remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if fixed and remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
@@ -177,7 +178,7 @@ def apply_rule(
                 break
     if torch.compiler.is_compiling():
         weights, new = aggregator.update(received, state)
-        return weights, _remembered(aggregator, state, new, seen) if remembers else new
+        return weights, _remembered(state, new, seen) if remembers else new
     try:
         found: Any = aggregator.update(received, state)
         weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
@@ -189,19 +190,15 @@ def apply_rule(
     # A state that comes back as it was needs no comparison with itself; `aggregate` refuses one that is dropped.
     if new is not state and (tree_difference(state, new) if fixed else remembers and new == ()):
         _refuse_other_state(aggregator, received, state, None)
-    return weights, _remembered(aggregator, state, new, seen) if remembers and new is not state else new
+    return weights, _remembered(state, new, seen) if remembers and new is not state else new
 
 
-def _remembered(aggregator: Aggregator, old: Tree, new: Tree, seen: Observation | None) -> Tree:
+def _remembered(old: Tree, new: Tree, seen: Observation | None) -> Tree:
     """The new memory, with the old one of absent objectives: of numbers with one entry, row or column for each."""
     if seen is None or seen.losses is None:
         return new
-    absent, partial = absent_objectives(seen), as_view(aggregator.view).partial
     square = isinstance(seen.products, Tensor) and seen.products.ndim == 2  # else `[m, m]` may be rows of m entries
-    if not partial:
-        return tree_map(unless(absent, square), old, new)
-    some = {key: absent[partial[key]] if key in partial else absent for key in old}
-    return {key: tree_map(unless(some[key], square), own, new[key]) for key, own in old.items()}
+    return tree_map(unless(absent_objectives(seen), square), old, new)
 
 
 def absent_objectives(seen: Observation) -> Tensor:

@@ -13,13 +13,12 @@ from functional_jd.core.tree import tree_leaves
 _STRENGTH = ("none", "norms", "gramian", "rows")
 
 
-def view_of_groups(views: Mapping[str, View], passes: int, partial: Mapping[str, list[int]] | None = None) -> View:
+def view_of_groups(views: Mapping[str, View], passes: int) -> View:
     """The view whose rule receives, for every group, what the rule with its view receives.
 
     Args:
         views: by top-level key of the parameters.
         passes: how many of the rules differ.
-        partial: the groups that have rows of some losses only, and their places.
     """
 
     def by_group(seen: Observation) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def view_of_groups(views: Mapping[str, View], passes: int, partial: Mapping[str,
 
     # Groups inside a group have rows: products are known, and passes taken, by top-level key only.
     needs = ["rows" if view.groups is not None else view.products for view in views.values()]
-    found = View(
+    return View(
         by_group,
         max(needs, key=_STRENGTH.index),  # pyright: ignore[reportArgumentType]
         losses=any(view.losses for view in views.values()),
@@ -38,8 +37,6 @@ def view_of_groups(views: Mapping[str, View], passes: int, partial: Mapping[str,
         groups=dict(views),
         passes=passes,
     )
-    found.partial = {} if partial is None else partial
-    return found
 
 
 def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:

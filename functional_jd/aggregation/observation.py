@@ -1,11 +1,13 @@
 """What is observed of losses at a point, from which a rule receives what it needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from functional_jd.core.heads import rows_of
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 
 Products: TypeAlias = Any
@@ -46,3 +48,18 @@ class Observation(NamedTuple):
             rows=None if self.rows is None else rows_of(self.rows)[key],
             others=tuple(rows_of(rows)[key] for rows in self.others),
         )
+
+    def of_objectives(self, places: Sequence[int]) -> "Observation":
+        """The part of the observation that belongs to some objectives. Their losses have no names."""
+
+        def some(x: Tensor) -> Tensor:
+            return torch.stack([x[i] for i in places])
+
+        products, losses = self.products, self.losses
+        if products is not None:
+            products = some(products) if products.ndim == 1 else some(some(products).mT).mT
+        if losses is not None:
+            values = [x for leaf in tree_leaves(losses) for x in leaf.reshape(-1).unbind()]
+            losses = [values[i] for i in places]
+        rows, *others = (None if x is None else tree_map(some, rows_of(x)) for x in (self.rows, *self.others))
+        return self._replace(losses=losses, products=products, rows=rows, others=tuple(others))

@@ -1,19 +1,20 @@
 """Regularized: a rule for some objectives, and fixed weights for the others, such as a penalty."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, absent_objectives, check_rule, unless
+from functional_jd.aggregation.combine import weights_by_leaf
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import as_view, no_gradients
 from functional_jd.core.arguments import Domain, Number, check_mapping, number
-from functional_jd.core.heads import rows_of
 from functional_jd.core.names import objective_names
-from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.core.types import Tree, Weights
+from functional_jd.core.rows import per_row
+from functional_jd.core.tree import tree_map
+from functional_jd.core.types import AffineWeights, Losses, Tree, Weights
 
 _FINITE = Domain(lambda x: abs(x) < torch.inf, "finite")
 
@@ -27,7 +28,7 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     balances rows, such as `config`, gives it a weight of 1e6.
 
     Args:
-        rule: a rule that weights rows, not single entries.
+        rule: any rule but one by groups.
         fixed: weights by the names of objectives, as `objective_names` gives them: `{"kl": 0.1}`; any sign.
 
     Returns:
@@ -36,7 +37,7 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     Raises:
         TypeError: `rule` is no rule, `fixed` no dict of numbers.
         ValueError: a rule by groups (take one in every group), nothing fixed; when called, an objective that `fixed`
-            names and the losses do not have, or no other; `aggregate` without losses; weights of single entries.
+            names and the losses do not have, or no other; `aggregate` without losses.
 
     Guarantees:
         The weights of the others are those of `rule` without the fixed rows. Linear in `fixed`.
@@ -51,39 +52,59 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     check_rule(rule)
     check_mapping("fixed", fixed, "Pass for instance {'kl': 0.1}.")
     chosen = {name: number(f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()}
-    inner = as_view(rule.view)
-    if not chosen or inner.groups is not None:
+    if not chosen or as_view(rule.view).groups is not None:
         found = "a rule by groups. Take one in each group" if chosen else "none. Pass {'kl': 0.1}"
         raise ValueError(f"regularized: expected a rule for all parameters, and fixed weights, found {found}.")
 
-    def receive(seen: Observation) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """What the rule receives; the fixed weights `[m]`; the places of its own `[m, k]`, and which are absent."""
-        if seen.losses is None:
+    def places(losses: Losses) -> tuple[list[int], dict[int, Number]]:
+        if losses is None:
             raise ValueError("regularized: losses must be given, by whose names weights are fixed, found none.")
-        names = objective_names(seen.losses)
+        names = objective_names(losses)
         free = [i for i, name in enumerate(names) if name not in chosen]
         if len(names) - len(free) < len(chosen) or not free:
             raise ValueError(
                 f"regularized: fixed must name some objectives of {names}, found {list(chosen)}. Take names that "
                 "objective_names(losses) returns."
             )
+        return free, {i: chosen[name] for i, name in enumerate(names) if name in chosen}
+
+    return of_some(rule, places)._replace(sensitivity=None)
+
+
+def of_some(rule: Aggregator, places: Callable[[Losses], tuple[Sequence[int], Mapping[int, Number]]]) -> Aggregator:
+    """A rule that gives weights to some objectives, as `rule` does of these alone, and fixed ones to others, or 0.
+
+    Args:
+        rule: any rule.
+        places: `places(losses)`: the places of the objectives that the rule receives, and the fixed weights by place.
+    """
+    inner = as_view(rule.view)
+
+    def receive(seen: Observation) -> tuple[Any, ...]:
+        """What the rule receives; fixed weights `[m]`; its places `[m, k]`; which are absent; rows, if it has them."""
+        own, fixed = places(seen.losses)
         zeros = cast(Tensor, no_gradients.receive(seen))
         units = (zeros + 1).diag()
-        given = sum((units[i] * chosen[name] for i, name in enumerate(names) if name in chosen), start=zeros)
-        some = lambda x: torch.stack([x[i] for i in free])
-        of_products = lambda x: some(x) if x.ndim == 1 else some(some(x).mT).mT
-        values = [x for leaf in tree_leaves(seen.losses) for x in leaf.reshape(-1).unbind()]
-        rows, *others = (None if x is None else tree_map(some, rows_of(x)) for x in (seen.rows, *seen.others))
-        products = None if seen.products is None else of_products(seen.products)
-        own = Observation([values[i] for i in free], products, rows, tuple(others))
-        return inner.receive(own), given, some(units).mT, absent_objectives(own)
+        given = sum((units[i] * x for i, x in fixed.items()), start=zeros)
+        part = seen.of_objectives(own)
+        absent = zeros[: len(own)] != 0 if seen.losses is None else absent_objectives(part)
+        rows = part.rows if inner.products == "rows" else ()
+        return inner.receive(part), given, torch.stack([units[i] for i in own]).mT, absent, rows
 
-    def update(received: tuple[Any, Tensor, Tensor, Tensor], state: Tree) -> tuple[Weights, Tree]:
-        weights, new = rule.update(received[0], state)
-        if not isinstance(weights, Tensor) or weights.ndim != 1:
-            raise ValueError("regularized: rule must weight rows, found one that weights single entries.")
-        new = tree_map(unless(received[3], inner.products == "gramian"), state, new)
-        return received[1] + received[2] @ weights.to(received[1]), new
+    def update(received: tuple[Any, ...], state: Tree) -> tuple[Weights, Tree]:
+        own, given, units, absent, rows = received
+
+        def among(w: Any) -> Any:
+            if isinstance(w, AffineWeights):
+                return w._replace(weights=among(w.weights))
+            return per_row(given.to(w), w) + torch.tensordot(units.to(w), w, 1)
+
+        weights, new = rule.update(own, state)
+        by_leaf = lambda: tree_map(lambda _, w: among(w), rows, weights_by_leaf(weights, rows))
+        new = tree_map(unless(absent, inner.products == "gramian"), state, new)
+        return among(weights) if isinstance(weights, Tensor) else by_leaf(), new
 
     view = inner._like(receive)  # pyright: ignore[reportPrivateUsage]
-    return Aggregator(view, lambda received: rule.init(received[0]), update, rule.on_host)
+    view.partial = True
+    takes = None if rule.takes is None else (*rule.takes[:2], lambda losses: places(losses)[0])
+    return rule._replace(view=view, init=lambda received: rule.init(received[0]), update=update, takes=takes)

@@ -61,7 +61,7 @@ class View:
         self.receive, self.losses, self.batches = receive, losses, batches
         self.products: Need = products
         self.groups, self.passes = groups, passes
-        self.partial: Mapping[str, list[int]] = {}  # the groups that have some of the rows, and which
+        self.partial = False  # whether it takes some of the rows only
         self.inner_products_suffice = products in ("norms", "gramian")
         self.__name__, self.__doc__ = getattr(receive, "__name__", "view"), receive.__doc__
 

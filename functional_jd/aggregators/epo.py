@@ -42,7 +42,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
     Guarantees:
         The weights stay the same when the Jacobian is scaled. Negative losses give NaN weights; losses that are all
         zero count as being in proportion. It may conflict with losses that are small enough. If the search does not
-        end, weights are NaN: in 1 of 10 problems with 128 rows and condition 1e7.
+        end, weights are NaN.
 
     Source:
         Mahapatra & Rajan, Multi-task learning with user preferences, ICML 2020, algorithm 1; the programs are those of

@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from functional_jd.aggregation import Aggregator, Tree, View, Weights, as_view, view_of_groups
+from functional_jd.aggregation import Aggregator, Tree, Weights, as_view, of_some, view_of_groups
 from functional_jd.core.arguments import check_mapping, is_size
-from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.tree import tree_leaves
 
 
 def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] | None = None) -> Aggregator:
@@ -18,7 +16,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     Args:
         rules: one rule for every key of params: `grouped({"backbone": upgrad(), "decoder": mean()})`. Of a
             `MultitaskJacobian`, the groups are those of `shared`.
-        rows: for groups that only some losses reach, the places of these, in leaf order: `{"decoder": [1, 2]}`. The
+        rows: for groups that only some losses reach, the places of these, rising: `{"decoder": [1, 2]}`. The
             group's rule receives their rows alone; the others have weight 0. Else a loss that does not reach a group
             has a row of zeros there, which stops `mgda` and `cagrad`, and counts in the mean of `upgrad`.
 
@@ -32,7 +30,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
         ValueError: no rules; `rows` without a rule or places; when called, a group without a rule, or the reverse.
 
     Warns:
-        UserWarning: where training starts, a loss with a row of zeros in a group whose rule needs the Gramian.
+        UserWarning: where training starts, a row of zeros in a group whose rule needs the Gramian or norms of all rows.
 
     Guarantees:
         The direction of one group does not depend on the others' rows. The laws of the rules (non-conflicting,
@@ -58,18 +56,15 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
                 f"grouped: expected a rule for group {key!r}, found {type(rule).__name__}. "
                 "Call its builder first: upgrad(), not upgrad."
             )
-    chosen = dict(rules)
+    if wrong := [key for key, own in (rows or {}).items() if key not in rules or not _are_places(own)]:
+        raise ValueError(f"grouped: rows must have keys of rules, and places, found {wrong}. Pass {{'a': [1]}}.")
+    chosen = {**rules, **{key: _of_rows(rules[key], [*own]) for key, own in (rows or {}).items()}}
     views = {key: as_view(rule.view) for key, rule in chosen.items()}
     # The first group with an equal rule; a user's rule need not be hashable.
-    alike = lambda key, other: chosen[other] == chosen[key] and not {key, other} & (rows or {}).keys()
-    twins = {key: next((other for other in chosen if alike(key, other)), key) for key in chosen}
-
-    if wrong := [key for key, own in (rows or {}).items() if key not in chosen or not _are_places(own)]:
-        raise ValueError(f"grouped: rows must have keys of rules, and places, found {wrong}. Pass {{'a': [1]}}.")
-    places = {key: list(own) for key, own in (rows or {}).items()}
+    twins = {key: next((other for other in chosen if chosen[other] == chosen[key]), key) for key in chosen}
 
     def init(received: dict[str, Any]) -> dict[str, Tree]:
-        return {key: rule.init(_some(received[key], views[key], places.get(key))) for key, rule in chosen.items()}
+        return {key: rule.init(received[key]) for key, rule in chosen.items()}
 
     def update(received: dict[str, Any], state: dict[str, Tree]) -> tuple[dict[str, Weights], dict[str, Tree]]:
         weights: dict[str, Weights] = {}
@@ -80,8 +75,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
                 # The same tensor, and not only an equal one, tells the engine that one backward pass serves both.
                 weights[key], states[key] = weights[twin], ()
             else:
-                own, states[key] = rule.update(_some(received[key], views[key], places.get(key)), state[key])
-                weights[key] = own if key not in places else _among(own, received[key], places[key])
+                weights[key], states[key] = rule.update(received[key], state[key])
         return weights, states
 
     # Rows stay where they are.
@@ -89,26 +83,15 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     bounds = [rule.sensitivity for rule in chosen.values()]
     squares = [bound**2 for bound in bounds if bound is not None]
     sensitivity = sum(squares) ** 0.5 if len(squares) == len(bounds) else None
-    view = view_of_groups(views, len(set(twins.values())), partial=places)
+    view = view_of_groups(views, len(set(twins.values())))
     takes = next((rule.takes for rule in chosen.values() if rule.takes is not None), None)
     return Aggregator(view, init, update, on_host, sensitivity, takes)
 
 
 def _are_places(own: Any) -> bool:
-    is_list = isinstance(own, list | tuple) and len({*map(repr, own)}) == len(own) > 0
-    return is_list and all(is_size(i) and i >= 0 for i in own)
+    are_sizes = isinstance(own, list | tuple) and all(is_size(i) and i >= 0 for i in own)
+    return are_sizes and [*own] == sorted({*own}) != []
 
 
-def _some(received: Any, view: View, places: list[int] | None) -> Any:
-    """What a rule with this view receives, of some of the rows."""
-    if places is None:
-        return received
-    square = view.products == "gramian"
-    return tree_map(lambda x: x[places][:, places] if square and x.ndim == 2 else x[places], received)
-
-
-def _among(weights: Weights, received: Any, places: list[int]) -> Weights:
-    """The weights of some of the rows, with 0 for the others."""
-    m = len(tree_leaves(received)[0])
-    index = torch.tensor(places, device=tree_leaves(weights)[0].device)
-    return tree_map(lambda w: w.new_zeros(m, *w.shape[1:]).index_copy(0, index, w), weights)
+def _of_rows(rule: Aggregator, places: list[int]) -> Aggregator:
+    return of_some(rule, lambda _: (places, {}))

@@ -65,9 +65,10 @@ def _vertex(objectives: Tensor, rows: Tensor, limits: Tensor, fixed: bool) -> Te
     basis = places[n:].expand(len(A), r)
     limit = (4 if fixed else 50) * (n + r)
     moving = places.new_ones(len(A), dtype=torch.bool)
+    current = places.new_zeros(len(A), 1)  # the objective that is improved: by rounding, one that is done may seem not
     for count in range(limit + 1):
         reduced = tableau[:, r:, :-1]
-        improving = reduced < -_TOLERANCE
+        improving = (reduced < -_TOLERANCE) & (current <= places[:k]).unsqueeze(-1)
         # What improves the next objective must leave those before as they are.
         candidates, gains = improving[:, 0], -reduced[:, 0]
         for level in range(1, k):
@@ -75,6 +76,7 @@ def _vertex(objectives: Tensor, rows: Tensor, limits: Tensor, fixed: bool) -> Te
             kept = (reduced[:, :level] <= _TOLERANCE).all(1)
             candidates = torch.where(done, improving[:, level] & kept, candidates)
             gains = torch.where(done, -reduced[:, level], gains)
+            current = torch.where(done, level, current)
         moving = candidates.any(-1)
         if count == limit or not (fixed or moving.any()):
             break

@@ -9,7 +9,7 @@ from functional_jd.aggregation.aggregate import Aggregator, apply_rule, check_ru
 from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View, as_view, gramian
+from functional_jd.aggregation.views import View, as_view, gramian, norms
 from functional_jd.core.arguments import check_flag, check_function, check_type, here, refuse
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, any_sharded, tree_leaves, tree_map
@@ -194,24 +194,24 @@ def observe(plan: Plan, engine: Engine) -> Observation:
 def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
     """The rule's initial state, and the losses that it starts from."""
     seen = observe(plan, engine)
-    if plan.view.groups is not None:
-        _warn_of_zero_rows(plan.view, seen.products)
+    for key, view in (plan.view.groups or {}).items():
+        if view.products in ("norms", "gramian") and not view.partial:
+            _warn_of_zero_rows(key, (norms if view.products == "norms" else gramian).receive(seen.of_group(key)))
     with autocast_disabled():
         if seen.products is not None and plan.guarded and seen.finite is None:
             seen = seen._replace(products=without_overflow(seen.products, plan.scale_state.scale.ndim)[0])
         return initial_state(plan.rule, plan.view, seen), seen.losses
 
 
-def _warn_of_zero_rows(view: View, products: Any) -> None:
-    """Warn of losses that have a row of zeros in a group, where training starts and inner products are known."""
-    for key, own in () if products is None else products.items():
-        if key not in view.partial and own.ndim == 2 and may_be_read(own):
-            known = own.diagonal().nonzero().flatten().tolist()
-            if 0 < len(known) < len(own):
-                warn(
-                    f"{here()}: expected losses that reach the group {key!r}, found zeros of all but the losses "
-                    f"{known}. If these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}})."
-                )
+def _warn_of_zero_rows(key: str, products: Tensor) -> None:
+    """Warn of losses that have a row of zeros in a group, where training starts."""
+    squares = products.diagonal() if products.ndim > 1 else products
+    known = squares.nonzero().flatten().tolist() if may_be_read(products) else []
+    if 0 < len(known) < len(squares):
+        warn(
+            f"{here()}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. "
+            f"If these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}})."
+        )
 
 
 def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:

@@ -157,8 +157,8 @@ def _check_losses(aggregator: Aggregator, losses: Losses) -> None:
     """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
     if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
         return
-    name, domain = aggregator.takes
-    for objective, value in named_values(losses):
+    (name, domain, *some), values = aggregator.takes, named_values(losses)
+    for objective, value in [values[i] for i in some[0](losses)] if some else values:
         if math.isfinite(value) and not domain.contains(value):
             raise ValueError(
                 f"{here()}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "

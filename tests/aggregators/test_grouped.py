@@ -287,14 +287,16 @@ ROWS["some"][0] = 0
 PARTS = {"trunk": ROWS["all"], "last": torch.randn(3, 5, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("rule", [jd.mgda(), jd.cagrad(0.4), jd.upgrad(), jd.nash_mtl(), jd.trimmed_mean(0)])
+@pytest.mark.parametrize("rule", [jd.mgda(), jd.cagrad(0.4), jd.upgrad(), jd.nash_mtl(), jd.trimmed_mean(0), jd.moco()])
 def test_rows_of_some_losses_are_those_that_the_rule_of_the_group_receives(rule):
     both = jd.grouped({"all": rule, "some": rule}, rows={"some": [1, 2]})
-    expected = jd.aggregate(rule, ROWS["some"][1:]).direction
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    expected = jd.aggregate(rule, ROWS["some"][1:], losses=values[1:]).direction
     assert expected.norm() > 0
-    direction = lambda J: jd.aggregate(both, J).direction["some"]
+    direction = lambda J: jd.aggregate(both, J, losses=values).direction["some"]
     torch.testing.assert_close(direction(ROWS), expected)
-    torch.testing.assert_close(jd.aggregate(both, ROWS).direction["all"], jd.aggregate(rule, ROWS["all"]).direction)
+    whole = jd.aggregate(rule, ROWS["all"], losses=values).direction
+    torch.testing.assert_close(jd.aggregate(both, ROWS, losses=values).direction["all"], whole)
     slope = torch.func.grad(lambda J: direction(J).sum())(ROWS)
     assert not slope["some"][0].any()
 
@@ -307,18 +309,18 @@ def test_rows_of_some_losses_train_in_steps_and_a_warning_names_them_where_they_
             [p["all"].square().sum(), (p["all"] + p["some"]).exp().sum(), (p["some"] - 3).square().sum()]
         )
 
-    for rule in (jd.mgda(), jd.cagrad(0.4)):
+    for rule in (jd.mgda(), jd.cagrad(0.4), jd.gradnorm()):  # by the Gramian and by norms
         how = {"losses": losses, "optimizer": jd.sgd(0.01)}
         rules = {"all": jd.total(), "some": rule}
         with pytest.warns(UserWarning, match=r"'some'.*rows=\{'some': \[1, 2\]\}"):
             jd.train_state(params, aggregator=jd.grouped(rules), **how)
         how["aggregator"] = jd.grouped(rules, rows={"some": [1, 2]})
         state, info = jd.step(jd.train_state(params, **how), **how)
-        J, _ = jd.jacobian_fn(losses)(params)
+        J, values = jd.jacobian_fn(losses)(params)
         moved = (params["some"] - state.params["some"]) / 0.01
         # A step of 0.01 keeps the digits of the parameters, not its own.
         rounding = 8 * eps(torch.float32) * params["some"].abs().max() / 0.01
-        expected = jd.aggregate(rule, J["some"][1:]).direction
+        expected = jd.aggregate(rule, J["some"][1:], losses=values[1:]).direction
         check_within(moved, expected, rounding + 64 * eps(torch.float32) * expected.abs().max())
         assert info.weights["some"][0] == 0
 
