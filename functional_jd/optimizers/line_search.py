@@ -162,16 +162,14 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
             "line_search: optimizer must add no noise, found one made by noised: the search looks at losses of the "
             "batch that no noise covers. Take the optimizer inside it alone."
         )
-    expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.1]."
-    if isinstance(rates, Tensor) and rates.is_floating_point() and rates.layout == torch.strided:
-        fits = rates.ndim == 1 and len(rates) > 0
-    else:
-        fits = isinstance(rates, list | tuple) and len(rates) > 0  # pyright: ignore[reportUnknownArgumentType]
-    if not fits:
-        kind = ValueError if isinstance(rates, Tensor | list | tuple) else TypeError
-        refuse("rates", expected, rates, cure, kind)
-    if isinstance(rates, Tensor):
-        return rates.double()
-    for rate in rates:  # pyright: ignore[reportUnknownVariableType]
-        check_number("rates", rate, NOT_NEGATIVE, cure)
-    return torch.tensor(rates, dtype=torch.float64)
+    cure = "Pass for instance rates=[1.0, 0.5, 0.25, 0.1]."
+    if isinstance(rates, list | tuple):
+        for rate in rates:  # pyright: ignore[reportUnknownVariableType]
+            check_number("rates", rate, NOT_NEGATIVE, cure)
+        rates = torch.tensor(rates, dtype=torch.float64)
+    is_tensor = isinstance(rates, Tensor)
+    if not (
+        is_tensor and rates.is_floating_point() and rates.layout == torch.strided and rates.ndim == 1 and len(rates)
+    ):
+        refuse("rates", "a tensor [k] or a list of numbers", rates, cure, ValueError if is_tensor else TypeError)
+    return rates.double()

@@ -1,7 +1,7 @@
 """In which dtype? Op tables, autocast, custom functions, loss scaling."""
 
 from functional_jd.precision.autocast import autocast
-from functional_jd.precision.custom_functions import custom, float32_island
+from functional_jd.precision.custom_functions import custom
 from functional_jd.precision.loss_scale import scale, select, unscale, update_scale
 from functional_jd.precision.scale_state import (
     ScaleState,
@@ -16,7 +16,6 @@ __all__ = [
     "ScaleState",
     "autocast",
     "custom",
-    "float32_island",
     "no_scale",
     "scale",
     "scale_state",

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functional_jd.core.tree import tree_map
 from functional_jd.precision.autocast import (
     autocast_as_now,
     autocast_disabled,
@@ -67,7 +66,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
     if not (isinstance(function, type) and issubclass(function, Function)):
         raise TypeError(
             f"custom: expected a subclass of torch.autograd.Function, found {function!r}. "
-            "Pass the class, not its `apply`. If you only have `apply`, use float32_island(apply)."
+            "Pass the class, not its `apply`; it is apply.__self__."
         )
     with_autocast = _autocast_subclass(function)
     # Dynamo must not trace into it: it would differentiate the forward instead (see Differs).
@@ -84,42 +83,6 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
     apply.__name__, apply.__qualname__, apply.__doc__ = function.__name__, function.__qualname__, function.__doc__
     apply.apply = apply  # pyright: ignore[reportFunctionMemberAccess]
     return apply
-
-
-def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function in float32, under any autocast; for functions that you cannot change.
-
-    `y = f(x)`, with half-precision tensors in x cast to float32 and autocast off.
-
-    Args:
-        f: any function of pytrees of tensors: the `apply` of an imported autograd function, an extension's kernel.
-
-    Returns:
-        A function with the signature of `f`. Its outputs keep the dtype that `f` returns, usually float32.
-
-    Guarantees:
-        Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast.
-
-    Differences:
-        float64 is not cast. For the `apply` of an autograd function, autocast is off in its backward too; for other
-        functions, apply autocast inside the differentiated function: `grad(autocast(f))`.
-    """
-    if not callable(f):
-        raise TypeError(
-            f"float32_island: expected a function, found {type(f).__name__}. "
-            "Pass the function, not its value: float32_island(Imported.apply)."
-        )
-
-    owner = getattr(f, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, Function) and f == owner.apply:
-        f = custom(owner)  # turns autocast off in its backward too
-
-    def island(*args: Any, **kwargs: Any) -> Any:
-        wide_args, wide_kwargs = tree_map(lambda x: cast(x, torch.float32), (args, kwargs))
-        with autocast_disabled():
-            return f(*wide_args, **wide_kwargs)
-
-    return wraps(f)(island) if hasattr(f, "__name__") else island
 
 
 def _autocast_subclass(function: type[Function]) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,29 +53,17 @@ def scaled_grad(
         refuse("argnums", "a position, or several in a tuple", argnums, "Count from 0.")
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        found = f(*args, **kwargs)
-        if not has_aux:
-            return _scalar(found) * factor
-        if not isinstance(found, tuple) or len(cast("tuple[Any, ...]", found)) != 2:
-            refuse("f", "a function that returns (scalar, aux)", found, "Or leave has_aux out.")
-        return _scalar(found[0]) * factor, found[1]
+        value, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), ())
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+            refuse("f", "a function that returns one real number", value, "Sum it up.", ValueError)
+        return at_least_float32(value) * factor, aux
 
-    gradient = torch.func.grad(scaled, argnums=argnums, has_aux=has_aux)
+    gradient = torch.func.grad(scaled, argnums=argnums, has_aux=True)
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not all(-len(args) <= at < len(args) for at in positions):
-            expected = f"positions among the {len(args)} arguments"
-            refuse("argnums", expected, argnums, "Pass by position what is differentiated.", ValueError)
-        found = gradient(*args, **kwargs)
-        large, *aux = found if has_aux else (found,)
+        large, aux = gradient(*args, **kwargs)
         small = tree_map(lambda g: at_least_float32(g) / factor, large)
-        return (small, *aux) if has_aux else small
+        return (small, aux) if has_aux else small
 
     return run
-
-
-def _scalar(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        refuse("f", "a function that returns one real number", value, "Sum it up.", ValueError)
-    return at_least_float32(value)

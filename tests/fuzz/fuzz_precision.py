@@ -30,9 +30,6 @@ PRECISION = {
         lambda: {"function": _Double, "cast_inputs": torch.float32},
         {"function": OPTION, "cast_inputs": OPTION},
     ),
-    "float32_island": Call(
-        lambda f: jd.precision.float32_island(f)(x()), lambda: {"f": torch.sum}, {"f": CALLABLE}, kinds({"f"})
-    ),
     "scaled_grad": Call(
         lambda f, factor, argnums, has_aux: jd.precision.scaled_grad(f, factor, argnums, has_aux=has_aux)(x()),
         lambda: {"f": torch.sum, "factor": 2.0, "argnums": 0, "has_aux": False},

@@ -222,7 +222,7 @@ def test_mistakes_are_named_with_their_cure():
         line_search(search, [1.0])
     for rates, kind, found in (
         (0.1, TypeError, "found 0.1"),
-        ([], ValueError, "found list"),
+        ([], ValueError, r"found torch.float64 \[0\]"),
         ([1.0, -1.0], ValueError, "found -1"),
         ([float("inf")], ValueError, "found inf"),
         (["1"], TypeError, "found '1'"),

@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from functional_jd import SlowPathWarning, jacobian_fn, per_example
 from functional_jd.precision.autocast import autocast
-from functional_jd.precision.custom_functions import custom, float32_island
+from functional_jd.precision.custom_functions import custom
 
 LOW = [torch.float16, torch.bfloat16]
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -113,9 +113,8 @@ FUNCTIONS = {
     "in float32": custom(cast_inputs=torch.float32)(Strict),
     "in float16": custom(Product, cast_inputs=torch.float16),
     "vmap rule": Batched,
-    "island": float32_island(Strict.apply),
 }
-JVP = ["two inputs", "in float32", "in float16", "island"]
+JVP = ["two inputs", "in float32", "in float16"]
 
 
 def total(f):
@@ -153,7 +152,7 @@ def test_every_road_is_near_float64(name, road, dtype):
     way = (REVERSE | FORWARD)[road]
     expected = way(lambda x, w: x @ w)(x.double(), w.double())
     found = way(autocast(lambda x, w: FUNCTIONS[name](x, w), dtype))(x, w)
-    exact = name in ("in float32", "island")
+    exact = name == "in float32"
     assert (found - expected).abs().max() <= (1e-5 if exact else 20 * EPS[dtype]) * expected.abs().max()
     if road in ("alone", "vmap", *FORWARD) and road != "hessian":
         assert found.dtype == (torch.float32 if exact else torch.float16 if name == "in float16" else dtype)
@@ -356,35 +355,8 @@ def test_tensors_may_come_by_name_beside_what_is_no_tensor():
     assert f(torch.tensor([3]), 2).item() == 9
 
 
-@both
-def test_an_island_has_the_same_bits_whatever_is_around(dtype):
-    x, w = draw(16, 16), draw(16, 16, key=1)
-    f = float32_island(Product.apply)
-    loss = lambda x: (f(x, w) ** 2).sum()
-    expected = grad(loss)(x)
-    assert torch.equal(expected, grad(lambda x: ((x @ w) ** 2).sum())(x))
-    with torch.autocast("cpu", dtype):
-        within = grad(loss)(x)  # the backward pass, too, has autocast around it
-    for found in (within, grad(autocast(loss, dtype))(x), grad(lambda x: (float32_island(f)(x, w) ** 2).sum())(x)):
-        assert torch.equal(found, expected)
-    assert f(x.to(dtype), w).dtype == torch.float32
-    assert f(x.double(), w.double()).dtype == torch.float64
-
-
-def test_an_island_takes_any_function_of_pytrees():
-    def kernel(pair, *, bias):
-        assert pair["x"].dtype == bias[0].dtype == torch.float32
-        return pair["x"] @ pair["x"] + bias[0], pair["rows"]
-
-    x = draw(2, 2)
-    value, rows = autocast(float32_island(kernel))({"x": x.half(), "rows": 2}, bias=[x.half()])
-    assert rows == 2
-    assert torch.equal(value, x.half().float() @ x.half().float() + x.half().float())
-    assert float32_island(kernel).__name__ == "kernel"
-
-
 def test_combined_forwards_work_where_torch_func_stays_away():
-    f = autocast(lambda x: float32_island(Combined.apply)(x, x).sum(0))
+    f = autocast(lambda x: custom(Combined, cast_inputs=torch.float32)(x, x).sum(0))
     x = draw(2, 2)
     jacobian, _ = jacobian_fn(f, mode="loop")(x)
     assert torch.allclose(jacobian, jacrev(lambda x: (x @ x).sum(0))(x))
