@@ -4,7 +4,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from matplotlib import colors
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -62,12 +61,6 @@ def check_points(name: str, points: Any, shape: str, fits: Any, cure: str) -> No
 def text_color(ax: Ax) -> Any:
     """Return the colour of text on these axes, which is that of the theme in which they were created."""
     return ax.xaxis.label.get_color()
-
-
-def background_color(ax: Ax) -> Any:
-    """Return the colour behind the data."""
-    color = colors.to_rgba(ax.get_facecolor())
-    return color if color[3] else colors.to_rgba(ax.figure.get_facecolor())
 
 
 def quiet(ax: Ax, **labels: str) -> None:

@@ -28,7 +28,6 @@ from functional_jd.plotting.style import (
     Ax,
     as_array,
     axes_or_new,
-    background_color,
     check_points,
     look,
     quiet,
@@ -179,8 +178,7 @@ def trajectories(
 
     Returns:
         The axes: contours solid for the first loss and dashed for the second, the Pareto set as a wide band, dots at
-        the starts. The marker of the rule is at the end of each path, above all paths and of a size that fits the
-        axes; where a path leaves the window, it is hollow, at the edge.
+        the starts, and the marker of the rule at the end of each path.
 
     Example:
         >>> from functional_jd.plotting import quadratics
@@ -211,7 +209,7 @@ def trajectories(
     window = as_array(problem.window)
     ax.set(xlim=window[:, 0], ylim=window[:, 1], aspect="equal")
     for index, (name, path) in enumerate(paths.items()):
-        _draw_path(ax, as_array(path.points), name, index, window)
+        _draw_path(ax, as_array(path.points), name, index)
     if legend:
         gray: dict[str, Any] = {"color": color, "alpha": 0.6, "linewidth": 0.8}
         kinds = [Line2D([], [], linestyle=line, label=f"loss {k}", **gray) for k, line in enumerate(LINES)]
@@ -219,21 +217,12 @@ def trajectories(
     return ax
 
 
-def _draw_path(ax: Ax, points: Array, name: str, index: int, window: Array) -> None:
+def _draw_path(ax: Ax, points: Array, name: str, index: int) -> None:
     style, width = look(index), max(1.2, 2.6 - 0.35 * index)
-    box = ax.get_window_extent()
-    side = 72 * min(box.width, box.height) / ax.figure.dpi  # in points
-    marker: dict[str, Any] = {"markersize": max(5.0, min(10.0, side / 12) - index)}
-    marker |= {"markeredgecolor": text_color(ax), "markeredgewidth": 0.8}
+    style |= {"markevery": [-1], "markeredgecolor": text_color(ax), "markeredgewidth": 0.8}
     for number, path in enumerate(points.swapaxes(0, 1)):
         label = "_" if number else name
-        ax.plot(*path.T, label=label, linewidth=width, zorder=4 + 0.01 * index, markevery=[], **marker, **style)
-    # The ends are apart from the lines: above those of all rules, and at the edge where a path has left the window.
-    ends = points[-1].clip(*window)
-    marker |= {"linestyle": "none", "marker": style["marker"], "clip_on": False, "in_layout": False, "zorder": 5}
-    for inside, face in ((True, style["color"]), (False, background_color(ax))):
-        shown = ends[(ends == points[-1]).all(1) == inside]
-        ax.plot(*shown.T, label="_", markerfacecolor=face, **marker)
+        ax.plot(*path.T, label=label, linewidth=width, markersize=max(5, 9 - index), zorder=4 + 0.01 * index, **style)
 
 
 def _draw_contours(ax: Ax, problem: Problem) -> None:

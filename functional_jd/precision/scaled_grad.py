@@ -53,7 +53,10 @@ def scaled_grad(
         refuse("argnums", "a position, or several in a tuple", argnums, "Count from 0.")
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        value, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), ())
+        found = f(*args, **kwargs)
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            refuse("f", "a function that returns (scalar, aux)", found, "Or leave has_aux out.")
+        value, aux = found if has_aux else (found, ())
         if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
             refuse("f", "a function that returns one real number", value, "Sum it up.", ValueError)
         return at_least_float32(value) * factor, aux
@@ -62,6 +65,9 @@ def scaled_grad(
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not all(-len(args) <= at < len(args) for at in positions):
+            expected = f"positions among the {len(args)} arguments"
+            refuse("argnums", expected, argnums, "Pass by position what is differentiated.", ValueError)
         large, aux = gradient(*args, **kwargs)
         small = tree_map(lambda g: at_least_float32(g) / factor, large)
         return (small, aux) if has_aux else small

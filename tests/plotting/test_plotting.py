@@ -455,31 +455,6 @@ def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
             assert _bowls(x, y)[index] == pytest.approx(level, rel=1e-2)
 
 
-def _ends(ax):
-    """The markers at the ends of paths, by whether they are filled with the colour of the rule."""
-    ends = [line for line in ax.get_lines() if line.get_marker() == "o" and line.get_zorder() == 5]
-    filled, hollow = sorted(ends, key=lambda line: line.get_markerfacecolor() != plotting.PALETTE[0])
-    return filled, hollow
-
-
-@pytest.mark.parametrize("columns", [1, 7])
-def test_the_ends_of_paths_stand_out_in_small_multiples_too(columns):
-    problem = plotting.quadratics()
-    inside, outside = torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[9.0, 0.25]])
-    points = torch.stack([torch.zeros(3, 2), torch.cat([inside, outside])]).double()
-    paths = {"one": plotting.Path(points, points), "two": plotting.Path(points, points)}
-    ax = plt.subplots(columns, columns, figsize=(7, 7), squeeze=False)[1][0, 0]
-    filled, hollow = _ends(plotting.trajectories(problem, paths, ax, legend=False))
-    np.testing.assert_array_equal(filled.get_xydata(), inside)
-    np.testing.assert_array_equal(hollow.get_xydata(), [[2.2, 0.25]])  # at the edge of the window
-    assert to_rgb(hollow.get_markerfacecolor()) == (1, 1, 1)
-    assert not hollow.get_clip_on()
-    paths_below = [line.get_zorder() for line in ax.get_lines() if line.get_label() in paths]
-    assert max(paths_below) < filled.get_zorder()
-    height = 72 * ax.get_window_extent().height / ax.figure.dpi
-    assert 5 <= filled.get_markersize() <= max(5, height / 12)
-
-
 def test_trajectories_can_be_lean_and_rules_run_with_the_problems_own_settings():
     problem = plotting.quadratics()._replace(steps=2)
     ax = plotting.trajectories(problem, {"mgda": jd.mgda()}, contours=False, legend=False)
