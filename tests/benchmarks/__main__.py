@@ -78,10 +78,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="these tables, models or rules, sizes (T=2), precisions; default: all but `compiled`",
+        help="these tables, models, sizes (T=2), precisions; default: all but `compiled`",
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no case is begun")
-    parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="of rules; default: 2 4 8 32 128 256")
     parser.add_argument("--rounds", type=int, default=200, help="at most so many rounds per case, at least 2")
     parser.add_argument("--quick", action="store_true", help="two minutes instead of fifteen: fewer cases and rounds")
     parser.add_argument("--toy", action="store_true", help="models of a few neurons: seconds, to try the bench itself")
@@ -89,8 +88,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="what compiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, with versions and machine")
     options = parser.parse_args(arguments)
-    if options.rounds < 2 or any(m < 1 for m in options.rows or ()):
-        parser.error("--rounds must be at least 2, --rows at least 1")
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")  # better now than after fifteen minutes
     return options
@@ -109,31 +108,26 @@ def _chosen(options: argparse.Namespace) -> "list[Race]":
 
 
 def _called(case: "Race") -> tuple[str, str, str, str]:
-    """Its table, its rule or model, its size, its precision: of a kind of which names are given, only those run."""
+    """Its table, its model, its size, its precision: of a kind of which names are given, only those run."""
     size, _, precision = case.size.partition(" ")
-    whole = case.table in ("as run", *_GRAPHS)
-    return case.table, case.name.partition(",")[0], size, (precision or "float32") if whole else ""
+    return case.table, case.name.partition(",")[0], size, precision or "float32"
 
 
 def _cases(options: argparse.Namespace) -> "list[Race]":
     import torch
     from as_run import as_run_races, compiled_races
-    from weights import QUICK_ROWS, ROWS, batch_races, weight_races
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     found: list[Race] = []
     for device in devices:
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
-    rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
-    found += weight_races(rows) + batch_races(rows)
     return [case for case in found if case.quick or not options.quick]
 
 
 def _run(case: "Race", options: argparse.Namespace) -> "Standing":
     from races import run
 
-    short, usual = (0.05, 0.3) if case.table in ("weights", "batches") else (0.5, 2.5)
-    return run(case, 0.05 if options.toy else short if options.quick else usual, options.rounds)
+    return run(case, 0.05 if options.toy else 0.5 if options.quick else 2.5, options.rounds)
 
 
 def _progress(text: str) -> None:

@@ -12,8 +12,6 @@ from races import Standing
 TITLES = {
     "as run": "the whole step as users call it, optimizer included",
     "compiled": "the same, our step in one graph, TorchJD's loop eager",
-    "weights": "weights of a rule",
-    "batches": "weights of a rule, a batch of 64",
 }
 
 NOTES = """
@@ -26,16 +24,14 @@ First call and graphs: of our compiled step, with an empty cache of compiled cod
 one; more graphs than one mean that it compiled again.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
-their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
-and dualproj (ridge 1e-4), mgda (100 steps), cagrad, nash_mtl and fairgrad (their solvers' tolerances). No figure: it is
-drawn by chance, or depends on earlier calls. No peer: its solver is not installed."""
+their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer adds a ridge of 1e-4 to
+the Gramian."""
 
 
 def line(row: Standing) -> str:
     """Times and ratios of a case, with their quartiles and goals; and why a side is out."""
-    unit, factor = ("us", 1e6) if row.table in ("weights", "batches") else ("ms", 1e3)
     goals = {f"{figure.ours}/{figure.against}": figure for figure in row.figures}
-    parts = [f"{name} {seconds * factor:.4g} {unit}" for name, seconds in row.seconds.items()]
+    parts = [f"{name} {seconds * 1e3:.4g} ms" for name, seconds in row.seconds.items()]
     of_ours = [(name, ratio) for name, ratio in row.ratios.items() if not name.startswith(("JD", "plain", "limit"))]
     for name, (low, middle, high) in of_ours:
         goal = f", {'reached' if goals[name].reached else 'MISSED'} {goals[name].goal:g}" if name in goals else ""

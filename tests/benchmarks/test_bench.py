@@ -14,12 +14,10 @@ def test_quick_mode_runs_from_end_to_end(tmp_path):
     pytest.importorskip("torchjd")
     file = tmp_path / "bench.json"
     command = [sys.executable, Path(__file__).parent, "--toy", "--quick", "--rounds", "2", "--json", file]
-    command += ["--device", "cpu", "--rows", "2", "3"]
-    command += ["--only", "as run", "weights", "batches", "tiny MLP", "upgrad", "trimmed_mean"]
+    command += ["--device", "cpu", "--only", "as run", "tiny MLP"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
-    _check_rules([race for race in record["races"] if race["table"] != "as run"], done.stdout)
     races = {(race["table"], race["name"], race["size"]): race for race in record["races"]}
     assert all(not race["refused"] for race in races.values()), {case: race["refused"] for case, race in races.items()}
     half, full = (races["as run", "tiny MLP", size] for size in ("T=2 float16", "T=2"))
@@ -42,23 +40,9 @@ def test_only_what_is_named_runs_and_graphs_only_by_name():
     def chosen(*names):
         return {(case.table, case.name) for case in _chosen(_options(["--toy", "--device", "cpu", *names]))}
 
-    assert {"as run", "weights", "batches"} <= {table for table, _ in chosen()}
-    assert "compiled" not in {table for table, _ in chosen()}
+    assert {table for table, _ in chosen()} == {"as run"}
     assert chosen("--only", "compiled", "MLP") == {("compiled", "MLP"), ("compiled", "MLP, each")}
     assert chosen("--only", "as run", "T=32") == {("as run", "MLP"), ("as run", "transformer")}
     assert chosen("--only", "float16", "conv") == {("as run", "conv"), ("as run", "conv, each")}
     with pytest.raises(SystemExit, match=r"unknown names float8.*as run"):
         chosen("--only", "float8")
-
-
-def _check_rules(rows, text):
-    sizes = {(row["table"], row["name"], row["size"]) for row in rows}
-    assert {("weights", "upgrad", "m=2"), ("batches", "upgrad", "m=3")} < sizes
-    assert ("weights", "trimmed_mean", "m=2") not in sizes  # which takes no fewer than three rows
-    for row in rows:
-        low, middle, high = row["ratios"]["ours/JD"]
-        assert 0 < low <= middle <= high
-        assert row["difference"]["JD"] < 0.05  # the peer's tolerances
-        ours, peer = (row["seconds"][name] * 1e6 for name in ("ours", "JD"))
-        assert f"{row['name']:18}{row['size']:16}JD {peer:.4g} us; ours {ours:.4g} us" in text
-        assert f"ours/JD {middle:.3f} [{low:.3f} {high:.3f}]" in text
