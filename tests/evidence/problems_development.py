@@ -12,6 +12,7 @@ from study_problem import (
     entropy,
     explained,
     generator_of,
+    judged,
     network,
     splits,
     standardized,
@@ -31,16 +32,9 @@ def units() -> Problem:
     images, labels = digits()
     columns = images[:, :, :5].flatten(1), labels, images[:, :, 5:].flatten(1)
 
-    def losses(params: Params, x: Tensor, label: Tensor, right: Tensor) -> Tensor:
+    def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         out = apply(params, x)
-        return torch.stack([1e-9 * cross_entropy(out[:, :10], label), 1e3 * (out[:, 10:] - right).square().mean()])
-
-    def constant(x: Tensor, label: Tensor, right: Tensor) -> Tensor:
-        return torch.stack([1e-9 * entropy(label, 10), 1e3 * right.var(0).mean()])
-
-    def scores(params: Params, x: Tensor, label: Tensor, right: Tensor) -> Tensor:
-        out = apply(params, x)
-        return torch.stack([accuracy(out[:, :10], label), explained(out[:, 10:].flatten(), right.flatten())])
+        return out[:, :10], out[:, 10:]
 
     return Problem(
         "digits in two units",
@@ -48,9 +42,7 @@ def units() -> Problem:
         "columns (squared error, times 1000).",
         lambda draw: splits(columns, draw),
         lambda g: network(g, 40, 32, 34),
-        losses,
-        constant,
-        scores,
+        *judged(values, lambda x, label, right: (label, right), (10, 0), (1e-9, 1e3)),
         ("accuracy", "R² of the columns"),
         m=2,
     )
@@ -104,18 +96,9 @@ def two_digits() -> Problem:
         found = splits((images, labels), draw)
         return Data(pairs(found.train, 2000), pairs(found.validation, 1000), pairs(found.test, 1000))
 
-    def losses(params: Params, x: Tensor, left: Tensor, right: Tensor, small: Tensor) -> Tensor:
+    def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         out = apply(params, x)
-        both = [cross_entropy(out[:, :10], left), cross_entropy(out[:, 10:20], right)]
-        return torch.stack([*both, (out[:, 20:] - small).square().mean()])
-
-    def constant(x: Tensor, left: Tensor, right: Tensor, small: Tensor) -> Tensor:
-        return torch.stack([entropy(left, 10), entropy(right, 10), small.var(0).mean()])
-
-    def scores(params: Params, x: Tensor, left: Tensor, right: Tensor, small: Tensor) -> Tensor:
-        out = apply(params, x)
-        both = [accuracy(out[:, :10], left), accuracy(out[:, 10:20], right)]
-        return torch.stack([*both, explained(out[:, 20:].flatten(), small.flatten())])
+        return out[:, :10], out[:, 10:20], out[:, 20:]
 
     return Problem(
         "two digits",
@@ -123,9 +106,7 @@ def two_digits() -> Problem:
         "image at half the resolution.",
         data,
         lambda g: network(g, 96, 32, 44),
-        losses,
-        constant,
-        scores,
+        *judged(values, lambda x, *named: named, (10, 10, 0)),
         ("accuracy left", "accuracy right", "R² of the image"),
         m=3,
     )

@@ -7,11 +7,11 @@ from study_problem import (
     Data,
     Params,
     Problem,
-    accuracy,
     apply,
     entropy,
     explained,
     generator_of,
+    judged,
     network,
     splits,
     standardized,
@@ -164,13 +164,9 @@ def loans() -> Problem:
 def signals_of_digits() -> Problem:
     """Name a signal, and give it back through sixteen numbers."""
 
-    def losses(params: Params, x: Tensor, label: Tensor) -> Tensor:
+    def values(params: Params, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         out = apply(params, x)
-        return torch.stack([cross_entropy(out[:, :10], label), (out[:, 10:] - x).square().mean()])
-
-    def scores(params: Params, x: Tensor, label: Tensor) -> Tensor:
-        out = apply(params, x)
-        return torch.stack([accuracy(out[:, :10], label), explained(out[:, 10:].flatten(), x.flatten())])
+        return out[:, :10], out[:, 10:]
 
     def data(draw: int) -> Data:
         return standardized(splits(signals(1000 + draw), draw), 0)
@@ -181,9 +177,7 @@ def signals_of_digits() -> Problem:
         "sixteen units in its narrowest layer.",
         data,
         lambda g: network(g, 40, 48, 16, 48, 50),
-        losses,
-        lambda x, label: torch.stack([entropy(label, 10), x.var(0).mean()]),
-        scores,
+        *judged(values, lambda x, label: (label, x), (10, 0)),
         ("accuracy", "R² of the signal"),
         m=2,
     )

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from held_out_data import characters, graphs
 from problems_development import digits, overlapping
-from study_problem import Data, Params, Problem, Split, accuracy, entropy, explained, generator_of, splits, standardized
+from study_problem import Data, Params, Problem, Split, explained, generator_of, judged, splits, standardized
 from torch import Tensor
-from torch.nn.functional import conv2d, cross_entropy, layer_norm, max_pool2d, relu
+from torch.nn.functional import conv2d, layer_norm, max_pool2d, relu
 
 
 def _matrix(generator: torch.Generator, *shape: int) -> Tensor:
@@ -42,21 +42,11 @@ def convolutions() -> Problem:
         found = splits((images, labels), draw)
         return Data(pairs(found.train, 4000), pairs(found.validation, 1000), pairs(found.test, 1000))
 
-    def values(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         h = relu(conv2d(x, params["first"], params["first_bias"], padding=1))
         h = relu(conv2d(h, params["second"], params["second_bias"], padding=1))
         out = _linear(params, "last", relu(_linear(params, "narrow", max_pool2d(h, 2).flatten(1))))
         return out[:, :10], out[:, 10:20], out[:, 20:]
-
-    def losses(params: Params, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        first, second, image = values(params, x)
-        again = (image - x.flatten(1)).square().mean()
-        return torch.stack([cross_entropy(first, left), cross_entropy(second, right), again])
-
-    def scores(params: Params, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        first, second, image = values(params, x)
-        again = explained(image.flatten(), x.flatten())
-        return torch.stack([accuracy(first, left), accuracy(second, right), again])
 
     return Problem(
         "convolutions",
@@ -64,9 +54,7 @@ def convolutions() -> Problem:
         "convolutional net.",
         data,
         lambda g: _named(shapes, g),
-        losses,
-        lambda x, left, right: torch.stack([entropy(left, 10), entropy(right, 10), x.flatten(1).var(0).mean()]),
-        scores,
+        *judged(values, lambda x, left, right: (left, right, x.flatten(1)), (10, 10, 0)),
         ("accuracy left", "accuracy right", "R² of the image"),
         m=3,
         batch=32,
@@ -101,26 +89,12 @@ def transformer() -> Problem:
     turns = torch.arange(length)[:, None] / 10 ** (torch.arange(WIDTH // 2) / (WIDTH / 8)) * 2 * pi / 10
     places = torch.cat([turns.sin(), turns.cos()], dim=1)
 
-    def values(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         h = params["letters"].T[x] + places
         for layer in range(LAYERS):
             h = _attention(params, layer, h)
         out = _linear(params, "last", layer_norm(h, (WIDTH,))).flatten(0, 1)
         return out[:, :LETTERS], out[:, LETTERS:-1], out[:, -1]
-
-    def losses(params: Params, x: Tensor, following: Tensor, kind: Tensor, left: Tensor) -> Tensor:
-        letter, later, distance = values(params, x)
-        named = [cross_entropy(letter, following.flatten()), cross_entropy(later, kind.flatten())]
-        return torch.stack([*named, (distance - left.flatten()).square().mean()])
-
-    def constant(x: Tensor, following: Tensor, kind: Tensor, left: Tensor) -> Tensor:
-        named = [entropy(following.flatten(), LETTERS), entropy(kind.flatten(), KINDS)]
-        return torch.stack([*named, left.flatten().var()])
-
-    def scores(params: Params, x: Tensor, following: Tensor, kind: Tensor, left: Tensor) -> Tensor:
-        letter, later, distance = values(params, x)
-        right = [accuracy(letter, following.flatten()), accuracy(later, kind.flatten())]
-        return torch.stack([*right, explained(distance, left.flatten())])
 
     return Problem(
         "characters",
@@ -128,9 +102,7 @@ def transformer() -> Problem:
         "cross entropies), and how many characters the word goes on (squared error), by a small transformer.",
         lambda draw: splits(rows, draw, 4000),
         lambda g: _named(shapes, g),
-        losses,
-        constant,
-        scores,
+        *judged(values, lambda x, *named: [y.flatten() for y in named], (LETTERS, KINDS, 0)),
         ("accuracy next", "accuracy kind", "R² of the distance"),
         m=3,
         batch=16,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 Params = dict[str, Tensor]
 Split = tuple[Tensor, ...]
@@ -108,6 +109,31 @@ def entropy(labels: Tensor, classes: int) -> Tensor:
     """The cross entropy of the best constant answer: the entropy of the labels."""
     share = torch.bincount(labels, minlength=classes) / len(labels)
     return torch.special.entr(share).sum()
+
+
+def judged(
+    values: Callable[..., Any], targets: Callable[..., Any], classes: tuple[int, ...], units: tuple[float, ...] = ()
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
+    """The losses of outputs, those of the best constant answer, and scores, one for each output.
+
+    `values(params, *rows)` are the outputs, `targets(*rows)` what they should be. Of a number of classes, the loss is
+    the cross entropy and the score the accuracy; of 0, the mean squared error and R^2. Losses are multiplied by units.
+    """
+    units = units or (1.0,) * len(classes)
+
+    def losses(params: Params, *rows: Tensor) -> Tensor:
+        parts = zip(units, values(params, *rows), targets(*rows), classes, strict=True)
+        return torch.stack([u * (cross_entropy(out, y) if c else (out - y).square().mean()) for u, out, y, c in parts])
+
+    def constant(*rows: Tensor) -> Tensor:
+        parts = zip(units, targets(*rows), classes, strict=True)
+        return torch.stack([u * (entropy(y, c) if c else y.var(0).mean()) for u, y, c in parts])
+
+    def scores(params: Params, *rows: Tensor) -> Tensor:
+        parts = zip(values(params, *rows), targets(*rows), classes, strict=True)
+        return torch.stack([accuracy(out, y) if c else explained(out.flatten(), y.flatten()) for out, y, c in parts])
+
+    return losses, constant, scores
 
 
 def data_set(name: str, **options: Any) -> Any:
