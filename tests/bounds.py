@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 # What a solver counts as zero, a few hundred roundings: it may leave that much of a wrong sign.
 _SOLVER = 512
@@ -124,6 +124,35 @@ def check_products(found: Tensor, rows: Tensor, others: Tensor, dtype: torch.dty
     """
     lengths = rows.double().norm(dim=1)[:, None] * others.double().norm(dim=1)
     check_within(found, rows.double() @ others.double().mT, 2**10 * eps(dtype) * lengths)
+
+
+def check_same(found: Any, expected: Any, dtype: torch.dtype | None = None) -> None:
+    """Two pytrees hold the same, to a few hundred roundings of the largest entry of a leaf.
+
+    Args:
+        found: what was computed in another way, or on a device.
+        expected: what it is compared with.
+        dtype: the least precise dtype that is computed in, unless results tell.
+    """
+    leaves, structure = tree_flatten(found)
+    others, other_structure = tree_flatten(expected)
+    assert structure == other_structure
+    size = lambda y: float(y.detach().double().nan_to_num(0, 0, 0).abs().max())
+    has_digits = lambda y: isinstance(y, Tensor) and y.is_floating_point() and y.numel() > 0
+    largest = max(map(size, filter(has_digits, others)), default=0.0)
+    for x, y in zip(leaves, others, strict=True):
+        if not isinstance(y, Tensor):
+            assert type(x) is type(y)
+            assert x == y or not isinstance(y, int | float | str)
+            continue
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if not has_digits(y):
+            assert torch.equal(x, y)
+            continue
+        # What cancels, such as the gradient of a bias before a norm, leaves rounding of what was added up.
+        unit = max(eps(each) for each in (y.dtype, dtype or y.dtype))
+        bound = unit * (2**8 * size(y) + 4 * largest)
+        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=bound, equal_nan=True)
 
 
 def check_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:

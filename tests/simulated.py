@@ -126,32 +126,3 @@ def _backend() -> Any:
     from simulated_kernels import Backend
 
     return Backend()
-
-
-def check_same(found: Any, expected: Any, dtype: torch.dtype | None = None) -> None:
-    """Two pytrees hold the same, to a few hundred roundings of the largest entry of a leaf.
-
-    Args:
-        found: what the device has computed, on the host.
-        expected: what the CPU has.
-        dtype: the least precise dtype that is computed in, unless results tell.
-    """
-    leaves, structure = _pytree.tree_flatten(found)
-    others, other_structure = _pytree.tree_flatten(expected)
-    assert structure == other_structure
-    size = lambda y: float(y.detach().double().nan_to_num(0, 0, 0).abs().max())
-    has_digits = lambda y: isinstance(y, Tensor) and y.is_floating_point() and y.numel() > 0
-    largest = max(map(size, filter(has_digits, others)), default=0.0)
-    for x, y in zip(leaves, others, strict=True):
-        if not isinstance(y, Tensor):
-            assert type(x) is type(y)
-            assert x == y or not isinstance(y, int | float | str)
-            continue
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        if not has_digits(y):
-            assert torch.equal(x, y)
-            continue
-        # What cancels, such as the gradient of a bias before a norm, leaves rounding of what was added up.
-        eps = max(torch.finfo(each).eps for each in (y.dtype, dtype or y.dtype))
-        bound = eps * (2**8 * size(y) + 4 * largest)
-        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=bound, equal_nan=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from bounds import check_stable, check_within, eps
+from bounds import check_stable, check_within, eps, half_the_digits
 
 import functional_jd as fj
 
@@ -98,8 +98,9 @@ def test_with_the_rates_1_and_0_failed_steps_are_taken_back():
     found, dampings = trained(1e-3, 12, optimizer=fj.line_search(fj.sgd(1.0), [1.0, 0.0]))
     expected, others, failed = classical(np.array([-1.2, 1.0]), 1e-3, 12)
     assert failed >= 3
-    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-9, atol=1e-9)
-    assert dampings == pytest.approx(others, rel=1e-9)
+    # A damping follows from a gain, which is a small difference of two values, in each of 12 steps.
+    assert dampings == pytest.approx(others, rel=12 * 2**18 * eps())
+    check_within(found, torch.from_numpy(expected), 12 * 2**18 * eps())
 
 
 def test_a_skipped_step_keeps_the_damping():
@@ -125,8 +126,8 @@ def test_new_points_are_learned_after_a_long_rest_at_rounding():
     state = fj.train_state(torch.zeros(20, dtype=torch.float64), few, **how)
     for _ in range(300):  # from some step on, none makes the residuals smaller
         state, info = fj.step(state, few, **how)
-    assert info.losses.abs().max() < 1e-6
+    assert info.losses.abs().max() <= 64 * half_the_digits()
     assert (state.params - truth).norm() > 1
     for _ in range(80):
         state, info = fj.step(state, many, **how)
-    assert (state.params - truth).norm() < 1e-10
+    assert (state.params - truth).norm() <= 2**16 * eps() * truth.norm()

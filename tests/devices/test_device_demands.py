@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from bounds import check_same
 from simulated import simulated
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from zoo import MODELS, by_example, plain, tasks
 
 import functional_jd as jd
@@ -226,7 +227,7 @@ def test_a_rate_on_the_device_is_as_exact_as_the_parameters():
     expected = moved(lambda tree: tree, 0.1)
     with simulated() as device:
         found = device.get(moved(device.put, 0.1))
-    assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+    check_same(found, expected)
 
 
 def test_the_projection_on_the_simplex_is_deterministic():
@@ -235,7 +236,7 @@ def test_the_projection_on_the_simplex_is_deterministic():
         found = simplex_projection(device.put(points))
         assert not device.by_name["cumsum"]
         found = device.get(found)
-    assert torch.allclose(found, simplex_projection(points), rtol=1e-14, atol=1e-15)
+    check_same(found, simplex_projection(points))
 
 
 # A device without float64
@@ -272,10 +273,8 @@ def test_a_step_without_float64_is_that_of_the_cpu(kind, name, scale):
         assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
         state, info = device.get((state, info))
     assert info.moved
-    for x, y in zip(tree_leaves(info.weights), tree_leaves(expected_info.weights), strict=True):
-        assert torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-6)
-    for x, y in zip(tree_leaves(state.params), tree_leaves(expected.params), strict=True):
-        assert torch.allclose(x, y, rtol=1e-4, atol=1e-5)
+    wide = lambda tree: tree_map(torch.Tensor.double, tree)
+    check_same(wide((info.weights, state.params)), wide((expected_info.weights, expected.params)), torch.float32)
 
 
 def test_draws_without_float64_are_those_of_the_cpu():

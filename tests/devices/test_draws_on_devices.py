@@ -6,6 +6,7 @@ calls too, and noise for all leaves at once.
 
 import pytest
 import torch
+from bounds import check_same
 from simulated import simulated
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -123,8 +124,7 @@ def test_a_transformer_in_training_mode():
     expected = moved(params, KEY, torch.ones(3, 5, 4, dtype=torch.float64))
     with simulated() as device:
         found = device.get(moved(*device.put((params, KEY, torch.ones(3, 5, 4, dtype=torch.float64)))))
-    for x, y in zip(found.values(), expected.values(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    check_same(found, expected)
 
 
 @pytest.mark.parametrize(

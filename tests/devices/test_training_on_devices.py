@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 import torchopt
-from simulated import check_same, simulated
+from bounds import check_same
+from simulated import simulated
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from zoo import MODELS, by_example, numbers, plain, tasks

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from bounds import check_within, eps
 from replica_problems import (
     EXAMPLES,
     PER_EXAMPLE,
@@ -61,7 +62,7 @@ def check_what_the_first_replica_gives_has_tangents_and_no_gradients():
         return sum((leaf**2).sum() for leaf in tree_leaves(fj.step(state, *batch, **how)[0].params))
 
     one = torch.ones((), dtype=torch.float64)
-    close(*(torch.func.jvp(f, (one,), (one,))[1] for f in (after, expected)), rtol=1e-7, atol=1e-9)
+    close(*(torch.func.jvp(f, (one,), (one,))[1] for f in (after, expected)))
     for call in (after, lambda rate: distributed.replicate(rate)):
         with pytest.raises(RuntimeError, match="expected no derivative in reverse mode by what all ranks take over"):
             torch.func.grad(call)(one)
@@ -140,7 +141,7 @@ def check_the_digest_of_names_leaves_no_trace_in_a_graph():
         state = fj.train_state(params, *mine(batch), **how)
         inputs, structure = tree_flatten((state, *mine(batch)))
         take = lambda *leaves: tree_leaves(fj.step(*tree_unflatten(leaves, structure), **how))  # noqa: B023
-        close(written(take, inputs)(*inputs), take(*inputs), rtol=1e-9, atol=1e-12)
+        close(written(take, inputs)(*inputs), take(*inputs))
 
 
 def check_a_step_of_examples_in_a_graph_is_that_of_an_eager_one():
@@ -150,7 +151,7 @@ def check_a_step_of_examples_in_a_graph_is_that_of_an_eager_one():
     state = fj.train_state(params, *mine(batch), **how)
     inputs, structure = tree_flatten((state, *mine(batch)))
     take = lambda *leaves: tree_leaves(fj.step(*tree_unflatten(leaves, structure), **how))
-    close(written(take, inputs)(*inputs), take(*inputs), rtol=1e-9, atol=1e-12)
+    close(written(take, inputs)(*inputs), take(*inputs))
 
 
 def check_unequal_batches_count_by_their_examples():
@@ -165,9 +166,9 @@ def check_unequal_batches_count_by_their_examples():
         state, infos = trained(begin, step, how, None, params, unequal)
         assert same_everywhere((state, infos))
         # Sums over the batch in another order: a weighted mean of means.
-        bound = EXAMPLES * 8 * torch.finfo(torch.float64).eps
-        close(state.params, expected.params, rtol=bound, atol=bound)
-        close([info.losses for info in infos], [info.losses for info in expected_infos], rtol=bound, atol=bound)
+        roundings = EXAMPLES * 8
+        close(state.params, expected.params, roundings)
+        close([info.losses for info in infos], [info.losses for info in expected_infos], roundings)
 
 
 def check_counts_of_narrow_dtypes_are_added_up_in_wide_ones():
@@ -175,10 +176,10 @@ def check_counts_of_narrow_dtypes_are_added_up_in_wide_ones():
     counts = {torch.float16: 40_000, torch.bfloat16: 1000, torch.uint8: 200, torch.int16: 30_000, torch.bool: 1}
     for dtype, count in counts.items():
         found = distributed.weighted_by_examples(one, torch.tensor(count, dtype=dtype))
-        close(found, one, rtol=1e-6, atol=0)
+        close(found, one, 4)
     own = torch.tensor(1000.0 if last else 3.0, dtype=torch.bfloat16)
     total = 3 * (replicas() - 1) + 1000
-    close(distributed.weighted_by_examples(one, own), one * replicas() * own.float() / total, rtol=1e-6, atol=0)
+    close(distributed.weighted_by_examples(one, own), one * replicas() * own.float() / total, 4)
 
 
 def check_weights_of_batches_compose_with_transforms():
@@ -186,16 +187,15 @@ def check_weights_of_batches_compose_with_transforms():
     f = partial(distributed.weighted_by_examples, examples=own)
     factor = torch.tensor(own * replicas() / total, dtype=torch.float64)
     x = torch.arange(1.0, 4.0, dtype=torch.float64)
-    bound = {"rtol": 4 * torch.finfo(torch.float64).eps, "atol": 0.0}
-    torch.testing.assert_close(f(x), factor * x, **bound)
-    torch.testing.assert_close(torch.vmap(f)(x), factor * x, **bound)
-    torch.testing.assert_close(torch.func.grad(lambda x: f(x).square().sum())(x), 2 * factor**2 * x, **bound)
-    torch.testing.assert_close(torch.func.jvp(f, (x,), (x,))[1], factor * x, **bound)
-    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="eager")(x), factor * x, **bound)
+    close(f(x), factor * x, 4)
+    close(torch.vmap(f)(x), factor * x, 4)
+    close(torch.func.grad(lambda x: f(x).square().sum())(x), 2 * factor**2 * x, 4)
+    close(torch.func.jvp(f, (x,), (x,))[1], factor * x, 4)
+    close(torch.compile(f, fullgraph=True, backend="eager")(x), factor * x, 4)
     counts = torch.arange(2) + own  # under vmap, as many on each rank as the ranks say
     weights = counts * replicas() / (total + torch.arange(2) * replicas())
     found = torch.vmap(lambda n: distributed.weighted_by_examples(x, n))(counts)
-    torch.testing.assert_close(found, weights.double()[:, None] * x, rtol=4 * torch.finfo(torch.float32).eps, atol=0.0)
+    check_within(found, weights.double()[:, None] * x, 4 * eps(torch.float32) * weights[:, None] * x)
     alike = distributed.weighted_by_examples({"a": x, "b": x.bfloat16()}, 5)
     assert same(alike, {"a": x, "b": x.float()}), "on equally many, the same values, in at least float32"
     for wrong in (1.5, True, torch.ones(2)):
@@ -227,7 +227,7 @@ def check_keyed_losses_draw_what_one_process_would_and_each_replica_its_own():
             expected, wanted = fj.step(expected, *batch, **how)
             assert torch.equal(info.aux, wanted.aux[rank() * n : rank() * n + n])
             assert same_everywhere(state)
-            close(state, expected, rtol=1e-7, atol=1e-9)
+            close(state, expected)
     how |= {"losses": dropped}
     state, key = begin(params, *mine(batch), buffers=buffers, **how), buffers["key"]
     for _ in range(2):

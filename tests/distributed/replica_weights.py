@@ -12,8 +12,6 @@ import functional_jd as fj
 from functional_jd.aggregators.stch import stch
 from functional_jd.core.tree import tree_map
 
-BOUND = {"rtol": 1e-7, "atol": 1e-9}
-
 
 def check_weights_are_those_of_the_whole_batch():
     params, batch = problem()
@@ -25,7 +23,7 @@ def check_weights_are_those_of_the_whole_batch():
                 wanted = expected(params, *batch, state=state)
                 result = found(params, *mine(batch), state=own)
                 assert same_everywhere(result)
-                close(result, wanted, **BOUND)
+                close(result, wanted)
                 state, own = wanted.state, result.state
     alone = fj.weights_fn(plain, fj.nash_mtl(), group=False)(params, *mine(batch))
     assert not same_everywhere(alone.weights), "each rank's own part asks for other weights"
@@ -38,7 +36,7 @@ def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
         expected = fj.weigh(plain(points, *batch), points, rule, group=False)
         found = fj.weigh(plain(points, *mine(batch)), points, rule, group=dist.group.WORLD)
         assert same_everywhere(found)
-        close(found, expected, **BOUND)
+        close(found, expected)
     keyed = fj.random_weights(fj.random.key(7 + rank()))
     assert same_everywhere(fj.weigh(plain(points, *mine(batch)), points, keyed, group=dist.group.WORLD).weights)
     losses = plain(points, *mine(batch))
@@ -68,8 +66,8 @@ def check_keys_of_weights_are_the_first_ranks():
         found = fj.weights_fn(plain, own, group=dist.group.WORLD)
         result = found(params, *mine(batch))
         assert same_everywhere(result)
-        close(result, expected, **BOUND)
-        close(found(params, *mine(batch), state=result.state), again, **BOUND)
+        close(result, expected)
+        close(found(params, *mine(batch), state=result.state), again)
 
 
 def check_what_is_not_finite_on_one_rank_shows_in_the_weights_on_all():
@@ -80,11 +78,11 @@ def check_what_is_not_finite_on_one_rank_shows_in_the_weights_on_all():
         for rule in (fj.upgrad(), fj.excess_mtl(), fj.cr_mogm(fj.config())):
             found = fj.weights_fn(losses, rule, group=dist.group.WORLD)
             first = found(params, *mine(batch))
-            close(found(params, *mine(batch), scale=scale), first, **BOUND)
+            close(found(params, *mine(batch), scale=scale), first)
             for given in (None, scale):
                 result = found(params, *spoiled, state=first.state, scale=given)
                 assert not result.weights.isfinite().all()
-                close(result.state, first.state, rtol=0, atol=0)
+                close(result.state, first.state, 0)
 
 
 def check_weights_of_several_ranks_need_a_group():
@@ -113,4 +111,4 @@ def check_a_data_parallel_loop_with_weights_takes_the_step_of_the_whole_batch():
     weights = fj.weights_fn(losses, fj.upgrad(), group=dist.group.WORLD)(dict(net.named_parameters()), own_x, own_y)[0]
     (weights @ ((parallel(own_x) - own_y) ** 2).mean(0)).backward()
     for name, p in net.named_parameters():
-        close(p.detach() - 0.1 * p.grad, state.params[name], rtol=1e-12, atol=1e-12)
+        close(p.detach() - 0.1 * p.grad, state.params[name])

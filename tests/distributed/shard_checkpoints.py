@@ -39,11 +39,11 @@ def check_checkpoints_of_another_number_of_ranks_go_on_with_the_same_losses():
     expected, _ = trained(params, batch, how)
     own = how | {"losses": distributed.sharded(losses, mesh())}
     state = resumed(params, mine(batch), own)
-    close(state, expected, 1e-6)
+    close(state, expected)
     for _ in range(STEPS):
         expected, wanted = fj.step(expected, *batch, **how)
         state, info = fj.step(state, *mine(batch), **own)
-        close(info.losses, wanted.losses, 1e-6)
+        close(info.losses, wanted.losses)
 
 
 def check_whole_checkpoints_become_shards_and_back():

@@ -31,12 +31,12 @@ def check_the_functions_of_a_step_by_hand():
     J = spread(rows)
     eps = torch.finfo(torch.float32).eps
     close(fj.views.gramian(J), fj.views.gramian(rows), 16 * eps)
-    close(fj.views.norms(J), fj.views.norms(rows), 1e-12)
+    close(fj.views.norms(J), fj.views.norms(rows))
     by_entry = (fj.trimmed_mean(1), fj.graddrop(fj.random.key(1)))
     for rule in (fj.upgrad(), fj.mean(), fj.clipped(2.0), fj.natural_gradient(0.1), *by_entry):
         found, expected = (fj.aggregate(rule, tree, losses=torch.tensor([1.0, -2.0, 3.0])) for tree in (J, rows))
         close(found.direction, expected.direction, 16 * eps)
-        close(found.weights, expected.weights, 1e-12)
+        close(found.weights, expected.weights, 2**10 * torch.finfo(torch.float64).eps)
         assert {k: found.direction[k].placements[0] for k in "ab"} == {"a": Shard(0), "b": Shard(1)}
     with pytest.raises(ValueError, match="this rule needs whole rows, found rows that are sharded"):
         fj.aggregate(fj.excess_mtl(), J)
@@ -105,7 +105,7 @@ def check_the_functions_of_a_step_by_hand():
     for target in (None, torch.tensor([0.5, 0.25, 0.25]), "direction"):
         seen = [fj.diagnostics.diagnose(J, d if target == "direction" else target)]
         seen.append(fj.diagnostics.diagnose(rows, direction if target == "direction" else target))
-        close(*seen, 1e-7)
+        close(*seen)
     kept = fj.to_checkpoint(p)
     assert kept["a"].placements == p["a"].placements
     close(fj.from_checkpoint(kept, like=d), params, 0)

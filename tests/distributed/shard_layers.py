@@ -37,7 +37,7 @@ def check_checkpoints_take_parameters_as_arguments():
         for reshard in (True, False):
             own = distributed.sharded(losses, mesh(), reshard)
             state, _ = trained(placed(params), (mine(x),), how | {"losses": own}, n=2)
-            close(state, expected, 1e-6)
+            close(state, expected)
 
 
 def check_a_frozen_base_that_is_sharded_is_gathered_where_it_is_an_argument():
@@ -68,7 +68,7 @@ def check_a_frozen_base_that_is_sharded_is_gathered_where_it_is_an_argument():
             for reshard in (True, False):
                 own = distributed.sharded(f, mesh(), reshard)
                 state, _ = trained(placed(start), (sharded_base, mine(x)), how | {"losses": own}, n=2)
-                close(state, expected, 1e-6)
+                close(state, expected)
     captured = distributed.sharded(lambda p, x: losses(p, sharded_base, x), mesh())
     with pytest.raises(ValueError, match=r"train_state: expected sharded.* take every DTensor as an argument"):
         fj.train_state(placed(params), mine(x), losses=captured, **how)
@@ -148,7 +148,7 @@ def check_functions_and_views_of_a_parameter_give_its_rows():
             for reshard in (True, False):
                 own = distributed.sharded(losses, mesh(), reshard)
                 found, means = fj.jacobian_fn(own, mode=mode)(placed(params, [Shard(0)]), mine(x))
-                close((found, means), (expected, values), 1e-9)
+                close((found, means), (expected, values))
 
 
 def check_what_no_function_gathers_is_refused_in_one_sentence():

@@ -26,8 +26,8 @@ def check_weights_serve_a_loop_with_fully_shard():
     for _ in range(STEPS):
         state, info = fj.step(state, x, y, **how)
     net, values = weighted_trainer.train(net, mine((x, y)), mesh(), fj.upgrad(), STEPS)
-    close(dict(net.named_parameters()), state.params, 1e-6)
-    close(values, info.losses, 1e-6)
+    close(dict(net.named_parameters()), state.params)
+    close(values, info.losses)
 
 
 def network():
@@ -61,5 +61,5 @@ def check_a_module_whose_parameters_are_distributed_is_a_function_of_them():
     apply = fj.functional(own)
     losses = distributed.sharded(lambda p, x: apply(p, {}, x)[0].square().mean(0), mesh())
     found = fj.jacobian_fn(losses)(dict(own.named_parameters()), mine(x))
-    close(found, expected, 1e-6)
+    close(found, expected)
     close(dict(own.named_parameters()), params, 0)

@@ -73,8 +73,8 @@ def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
         assert all(info.finite.all() for info in infos)
         expected, expected_infos = trained(fj.train_state, fj.step, how, scale, params, batch)
         assert not same(state.params, params)
-        close(state, expected, rtol=1e-7, atol=1e-9)
-        close([info[:2] for info in infos], [info[:2] for info in expected_infos], rtol=1e-7, atol=1e-9)
+        close(state, expected)
+        close([info[:2] for info in infos], [info[:2] for info in expected_infos])
 
 
 def check_in_float16_the_replicas_stay_equal_too():
@@ -170,7 +170,7 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
     state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.precision.no_scale())
     after, _ = step(state, **how)
-    close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
+    close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), 32)
     assert same_everywhere(after)
 
 
@@ -264,7 +264,7 @@ def check_the_step_compiles_in_a_full_graph():
     state = begin(params, *mine(batch), scale=fj.scale_state(), **how)
     take = partial(step, **how)
     compiled = torch.compile(take, fullgraph=True, backend="aot_eager")
-    close(compiled(state, *mine(batch)), take(state, *mine(batch)), rtol=1e-9, atol=1e-12)
+    close(compiled(state, *mine(batch)), take(state, *mine(batch)))
     mean = torch.compile(distributed.mean_jacobian, fullgraph=True, backend="aot_eager")
     assert torch.equal(mean(batch[0] * rank()), distributed.mean_jacobian(batch[0] * rank()))
 

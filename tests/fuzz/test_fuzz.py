@@ -13,6 +13,7 @@ import fuzz_values
 import pytest
 import torch
 import torch.distributed as dist
+from bounds import check_same
 from fuzz_distributed import DISTRIBUTED
 from fuzz_fronts import FRONTS
 from fuzz_losses import ENGINES, OBJECTIVES, SEARCHES, TRAINING
@@ -21,7 +22,7 @@ from fuzz_precision import PRECISION
 from fuzz_random import RANDOM
 from fuzz_rules import AGGREGATION, RULES
 from garbage import GARBAGE, Call, outcome
-from simulated import check_same, simulated
+from simulated import simulated
 from torch.utils._pytree import tree_leaves
 
 import functional_jd

@@ -394,9 +394,10 @@ def test_compiles_in_one_graph(norm, dtype):
     x = draw(8, 5, key=2)
     expected = jacrev(autocast(losses, dtype))(params, x)
     found = torch.compile(jacrev(autocast(losses, dtype)), fullgraph=True, backend="aot_eager")(params, x)
+    scale = max(value.abs().max() for value in expected.values())
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
-        assert near(found[name], value, 20 * EPS[dtype]) or value.abs().max() < 1e-3
+        assert near(found[name], value, 20 * EPS[dtype]) or value.abs().max() <= EPS[dtype] * scale
 
 
 @both
@@ -459,6 +460,11 @@ def test_reused_weights_add_their_gradients_in_float32(dtype):
         assert jacrev(f)(w).item() == exact
 
 
+def rounding(f, x, w):
+    """Of sums of 16 products in float32, two after one another, relative to what is left of them."""
+    return 4 * 16 * torch.finfo(torch.float32).eps * float(f(x.abs(), w.abs()).norm() / f(x, w).norm())
+
+
 def island(x, w):
     with torch.autocast("cpu", enabled=False):
         return ((x @ w).relu() @ w).sum()
@@ -468,8 +474,8 @@ def island(x, w):
 @pytest.mark.parametrize("road", [grad, jacrev, lambda f: lambda x, w: vmap(grad(f), (0, None))(x[None], w)[0]])
 def test_islands_stay_float32_forward_and_backward(road, dtype):
     x, w = draw(16, 16), draw(16, 16, key=1) - 0.5
-    assert near(autocast(island, dtype)(x, w), island(x, w), 1e-6)
-    assert near(road(autocast(island, dtype))(x, w), road(island)(x, w), 1e-6)
+    assert near(autocast(island, dtype)(x, w), island(x, w), rounding(island, x, w))
+    assert near(road(autocast(island, dtype))(x, w), road(island)(x, w), rounding(road(island), x, w))
 
 
 @both
@@ -478,7 +484,7 @@ def test_backward_passes_within_follow_their_forward_pass(dtype):
         return (grad(island)(x, w) ** 2).sum()
 
     x, w = draw(16, 16), draw(16, 16, key=1) - 0.5
-    assert near(autocast(penalty, dtype)(x, w), penalty(x, w), 1e-6)
+    assert near(autocast(penalty, dtype)(x, w), penalty(x, w), 2 * rounding(penalty, x, w))
 
 
 @both

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from bounds import eps
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
@@ -193,7 +194,8 @@ def test_every_law_has_a_rule_that_breaks_it_and_a_source(law):
 def test_a_division_by_zero_is_not_finite():
     found = laws_of(singular(), laws.finite)["finite"]
     assert not found
-    assert torch.linalg.det(found.jacobian @ found.jacobian.mT).abs() < 1e-12
+    G = found.jacobian @ found.jacobian.mT
+    assert torch.linalg.det(G).abs() <= 64 * eps() * G.norm() ** len(G)
 
 
 def test_hidden_infinities_are_not_overlooked():

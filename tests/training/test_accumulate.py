@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from bounds import check_same
 from hypothesis import given
 from hypothesis import strategies as st
 from rule_table import RULES, rule_of
-from simulated import check_same, simulated
+from simulated import simulated
 from torch.utils.flop_counter import FlopCounterMode
 
 import functional_jd as jd
