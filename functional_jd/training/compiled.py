@@ -25,12 +25,12 @@ from functional_jd.training.captured import Captured
 def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
-    `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values. The
-    second call writes down its operators as one graph, transforms and derivatives taken.
+    `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values, to write
+    down its operators as one graph, transforms and derivatives taken.
 
     Args:
-        f: a function of pytrees of tensors, and of other values, to pytrees of tensors:
-            `functools.partial(step, **method)`, `torch.vmap` of a step, `torch.func.grad` of a training.
+        f: a function of pytrees of tensors and of other values: `functools.partial(step, **method)`, `torch.vmap` of a
+            step, `torch.func.grad` of a training.
         backend: `"inductor"` writes machine code; `"eager"` runs the operators one by one; `"cudagraphs"` captures them
             as one CUDA graph, which the host launches once per call; or a function of the graph and its inputs.
         donate: with `"cudagraphs"`, whether the first argument gives its memory to the first result, which has the

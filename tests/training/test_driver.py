@@ -83,12 +83,6 @@ def test_a_rule_starts_from_rows_without_their_scale():
         torch.testing.assert_close(begun.aggregator.weights, fj.aggregate(fj.upgrad(), J).weights)
 
 
-def test_replicas_are_those_that_make_states_equal():
-    engine = fj.engines.jacobian_engine()
-    assert not engine.is_replicated
-    assert engine._replace(replicate=lambda tree: tree).is_replicated
-
-
 def by_place(x):
     """The derivative by a place, as potentials and physics take it; the place comes in the batch."""
     return x.requires_grad_()

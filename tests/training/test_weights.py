@@ -97,23 +97,6 @@ def test_a_rule_goes_on_from_the_state_that_is_passed():
     assert not torch.equal(first.weights, second.weights)
 
 
-@pytest.mark.parametrize("build", [jd.gradnorm, jd.excess_mtl, lambda: jd.cr_mogm(jd.upgrad())])
-def test_a_rule_does_not_remember_a_batch_that_is_not_finite(build):
-    def losses(params, x):
-        return torch.stack([(params["w"] * x).square().sum(), (params["w"] - x).square().sum() + 1])
-
-    params = {"w": torch.tensor([0.5, -0.3])}
-    weights_of, x = jd.weights_fn(losses, build()), torch.tensor([1.0, 2.0])
-    _, _, memory = weights_of(params, x)
-    broken, _, after = weights_of(params, x * torch.inf, state=memory)
-    assert not broken.isfinite().all()
-    torch.testing.assert_close(after, memory, rtol=0, atol=0)
-    expected, _, _ = weights_of(params, x, state=memory)
-    found, _, _ = weights_of(params, x, state=after)
-    assert found.isfinite().all()
-    assert torch.equal(found, expected)
-
-
 REMEMBERING = {
     "cr_mogm": lambda: jd.cr_mogm(jd.upgrad()),
     "nash_mtl": lambda: jd.nash_mtl(every=3),
@@ -130,7 +113,7 @@ REMEMBERING = {
 
 @pytest.mark.parametrize("build", REMEMBERING.values(), ids=REMEMBERING)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_rule_starts_with_the_first_batch_that_is_finite(build, bad):
+def test_a_rule_remembers_no_batch_that_is_not_finite(build, bad):
     def losses(params, x):
         return torch.stack([(params["w"] - x).square().sum() + 0.1, (params["w"] + 2 * x).abs().sum() + 1])
 
@@ -146,6 +129,9 @@ def test_a_rule_starts_with_the_first_batch_that_is_finite(build, bad):
         assert after.weights.abs().sum() > 0
         assert torch.equal(after.weights, alone.weights)
         expected, found = alone.state, after.state
+    later = weights_of(params, x * bad, state=found)
+    assert not later.losses.isfinite().all()
+    torch.testing.assert_close(later.state, found, rtol=0, atol=0)
 
 
 def test_parameters_that_no_loss_reaches_are_told():
@@ -263,12 +249,6 @@ def test_a_rule_that_looks_at_no_gradient_remembers_a_batch_whose_gradients_over
     torch.testing.assert_close(found.state, expected.state, rtol=0, atol=0)
 
 
-def test_a_number_is_no_scale():
-    params, x = problem(range(9))
-    with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\("):
-        jd.weights_fn(losses, jd.upgrad())(params, x, scale=1024.0)
-
-
 def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
     net, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), torch.randn(8, 2)
     params, apply = dict(net.named_parameters()), jd.functional(net)
@@ -310,12 +290,14 @@ def test_parameters_that_are_frozen_later_are_refused_too():
         weigh(dict(net.named_parameters()), x, state=state)
 
 
-def test_rules_that_weigh_single_entries_are_refused():
+def test_rules_that_weigh_single_entries_and_numbers_as_scales_are_refused():
     params, x = problem(range(9))
     with pytest.raises(ValueError, match="weights_fn: aggregator must be a rule that weights rows"):
         jd.weights_fn(losses, jd.graddrop(jd.random.key(0)))(params, x)
     with pytest.raises(TypeError, match="weights_fn: aggregator must be a rule"):
         jd.weights_fn(losses, jd.upgrad)
+    with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\("):
+        jd.weights_fn(losses, jd.upgrad())(params, x, scale=1024.0)
 
 
 @pytest.mark.parametrize("rule", [RULES["losses"], RULES["gramian"]], ids=["losses", "gramian"])
