@@ -52,7 +52,8 @@ def _copy_constants(graph: fx.GraphModule) -> None:
         for node in graph.graph.nodes:
             if node.op == "get_attr" and isinstance(found := getattr(graph, str(node.target), None), Tensor):
                 values[node] = found
-            elif _is_pure(node.target) and base_of(node) not in written and values.keys() >= {*node.all_input_nodes}:
+            known = node.op == "call_function" and values.keys() >= {*node.all_input_nodes}
+            if known and not node.is_impure() and base_of(node) not in written:
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
                 if _crosses(node):
@@ -84,11 +85,6 @@ def write_donated(graph: fx.GraphModule, donated: int) -> None:
     graph.recompile()
 
 
-def _is_pure(operator: Any) -> bool:
-    schema = getattr(operator, "_schema", None)
-    return schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
-
-
 def _crosses(node: fx.Node) -> bool:
     """Whether a node copies between the host and the device."""
     places = [x.meta["val"].is_cpu for x in (node, *node.all_input_nodes) if isinstance(x.meta.get("val"), Tensor)]
@@ -97,9 +93,7 @@ def _crosses(node: fx.Node) -> bool:
 
 
 class Captured:
-    """A captured graph with its static memory. The first `donated` of the `arguments` give theirs to the results at the
-    same places; tensors of closures, the other inputs, are read where they are.
-    """
+    """A captured graph; the first `donated` of the `arguments` give their memory to results, closures stay in place."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Tensor], arguments: int, donated: int):
         check_inputs(inputs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import is_autocast_available
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from functional_jd.core.arguments import check_flag, check_function, refuse
+from functional_jd.core.arguments import check_flag, check_function, check_option, refuse
 from functional_jd.core.tree import tree_difference, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
@@ -51,7 +51,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
     Guarantees:
         With `"eager"` the same bits; rounding if a rule chooses a solver by values (`config`, `imtl_g`).
         Results carry no gradient. Writing `f` down leaves no trace in generators or arguments.
-        A `RuntimeWarning` at the eighth graph names an argument that differs from call to call.
+        A `RuntimeWarning` at the eighth graph: each call with other arguments compiles.
         Tensors of the closure of `f` are read in each call; numbers that are no arguments once.
 
     Example:
@@ -59,9 +59,8 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         {'twice': tensor([2., 2.])}
     """
     check_function("f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
-    if not callable(backend) and not (isinstance(backend, str) and backend in _NAMED):
-        names = "'inductor', 'eager', 'cudagraphs' or a function"
-        refuse("backend", names, backend, "A function takes the graph and the list of its inputs.")
+    if not callable(backend):
+        check_option("backend", backend, tuple(_NAMED), "Or pass a function of the graph and the list of its inputs.")
     check_flag("donate", donate)
     if donate and backend != "cudagraphs":
         refuse("donate", "False unless backend='cudagraphs'", donate, "Leave it out.", ValueError)
@@ -101,7 +100,7 @@ class Compiled:
                 graph = self.graphs.get(key) or copy_context().run(self._written, given, structure, tensors)
                 self.graphs[key] = graph
                 if len(self.graphs) == _MANY:
-                    _warn((args, kwargs), [key[2] for key in self.graphs])
+                    warnings.warn(_TOO_MANY, RuntimeWarning, stacklevel=2)
         found = iter(graph.run(*tensors, *(x.detach() for x in graph.constants)))
         leaves = [next(found) if x is None else x[0] for x in graph.leaves]
         if self.donate:
@@ -111,8 +110,7 @@ class Compiled:
 
     def _written(self, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         _INSIDE.set(True)
-        found: list[Any] = []
-        called: dict[int, nn.Module] = {}
+        found, called = list[Any](), dict[int, nn.Module]()
 
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
@@ -155,18 +153,6 @@ class Compiled:
         return _Graph(run, constants, modules, tuple([x.training for x in modules]), *found[1:])
 
 
-def _warn(arguments: Any, kinds: list[Any]) -> None:
-    """Warn of many graphs, with the first argument in which the last two calls differ."""
-    both = zip(tree_names(arguments), *kinds[-2:], strict=False)
-    differ = next((_called(name) for name, old, new in both if old != new), "their structure")
-    warnings.warn(
-        f"compiled: {_MANY} graphs of one function were made, and the last two calls differ in {differ}. Pad batches "
-        "to one size, pass numbers that change as tensors, and make functions among the arguments once.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
 class _Graph(NamedTuple):
     run: Any
     constants: list[Tensor]  # of closures, which it takes after the arguments
@@ -179,6 +165,7 @@ class _Graph(NamedTuple):
 _RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 _NO_TRANSFORM = (None, -1)
 _MANY = 8  # graphs of one function: mostly not due to shapes
+_TOO_MANY = f"compiled: {_MANY} graphs of one function exist. Pad batches to one size, pass numbers as tensors."
 _COMPILING = Lock()  # torch traces one function at a time
 _INSIDE = ContextVar("compiled", default=False)  # whether a function is being written down here, with what it calls
 _NAMED: Any = {"inductor": graphs.machine_code, "eager": lambda graph, _: graph.forward, "cudagraphs": Captured}
@@ -187,6 +174,8 @@ _NAMED: Any = {"inductor": graphs.machine_code, "eager": lambda graph, _: graph.
 def _kind(leaf: Any) -> Any:
     """The properties of an argument on which a graph depends."""
     if not isinstance(leaf, Tensor):  # floats as text: NaN is itself, and -0 not 0
+        if type(leaf).__hash__ is None:
+            refuse("an argument", "a tensor or hashable", leaf, "Bind others by functools.partial.")
         return leaf.hex() if type(leaf) is float else (type(leaf), leaf)
     strides: Any = leaf.stride() if leaf.layout is torch.strided and not leaf.is_nested else None
     if strides and 1 in leaf.shape:  # along which no step is taken

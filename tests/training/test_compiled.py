@@ -385,7 +385,7 @@ def test_compressed_sparse_tensors_are_arguments(layout):
 
 
 def test_arguments_without_a_hash_raise():
-    with pytest.raises(TypeError, match="unhashable type: 'set'"):
+    with pytest.raises(TypeError, match="compiled: an argument must be a tensor or hashable, found set"):
         graph_of(lambda x, how: x)(X, how={"names": {1}})
 
 
@@ -485,31 +485,21 @@ def test_numbers_that_are_nearly_equal_have_graphs_of_their_own():
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="compiled: f must be a function, found Tensor"):
         jd.compiled(X.float())
-    with pytest.raises(
-        TypeError, match="compiled: backend must be 'inductor', 'eager', 'cudagraphs' or a function, found 'triton'"
-    ):
+    with pytest.raises(ValueError, match=r"compiled: backend must be one of inductor, .* found 'triton'.* a function"):
         jd.compiled(losses, backend="triton")
 
 
-CALLS = {
-    "argument 0": lambda f, n: f(torch.ones(n, 4), rate=2.0),
-    "'rate'": lambda f, n: f(torch.ones(4), rate=torch.ones(n, 4)),
-    "'rate' .*": lambda f, n: f(torch.ones(4), rate=float(n)),
-    "argument 0.*": lambda f, n: f(torch.ones(n, 4, dtype=(torch.float32, torch.float64)[n % 2]), rate=2.0),
-    "their structure": lambda f, n: f(torch.ones(4), 2.0, *[torch.ones(4)] * n),
-}
-
-
-@pytest.mark.parametrize("differ", CALLS)
-def test_many_graphs_are_told_with_what_differs(differ):
-    f = graph_of(lambda x, rate, *rest: rate * x)
+def test_many_graphs_are_told():
+    f = graph_of(lambda x, rate: rate * x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for n in range(1, 8):
-            CALLS[differ](f, n)
-    words = rf"compiled: 8 graphs of one function .* differ in {differ.split()[0]}.*\. Pad batches .* pass numbers"
-    with pytest.warns(RuntimeWarning, match=words):
-        CALLS[differ](f, 8)
+            f(torch.ones(n, 4), rate=2.0)
+    with pytest.warns(
+        RuntimeWarning, match=r"compiled: 8 graphs of one function exist. Pad batches .*, pass numbers"
+    ) as seen:
+        f(torch.ones(4), rate=8.0)
+    assert seen[0].filename == __file__
 
 
 def test_fit_takes_what_is_compiled():
