@@ -170,7 +170,7 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
     if mean:
         target = torch.full_like(lengths, 1 / m)
     if mean or (_is_real(target) and target.shape == (m,) and not _is_square_matrix(J)):
-        coefficients = target.to(G.dtype) * lengths
+        coefficients = torch.where(G.diagonal() == 0, 0, target.to(G.dtype) * lengths)  # a row of zeros has length 1
         return divide(C @ coefficients, _norm_of_combination(C, coefficients, eps)).clamp(-1, 1)
     if J is None:
         cure = "For a direction, pass the Jacobian; if it is a square matrix, with gramian=False."

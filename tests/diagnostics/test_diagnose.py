@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from hypothesis import given
+from bounds import check_within, eps, half_the_digits
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -32,9 +33,16 @@ def random_rows(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def assert_same(found, expected, **tolerance):
-    for name, x, y in zip(Diagnosis._fields, found, expected, strict=True):
-        torch.testing.assert_close(x, y, msg=lambda text, name=name: f"{name}: {text}", equal_nan=True, **tolerance)
+# What inner products of rows leave of eigenvalues and lengths, as their condition is squared.
+SQUARED = 2**22 * eps()
+
+
+def assert_same(found, expected, by=SQUARED, least=1.0):
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        same = (x == y) | (x.isnan() & y.isnan())
+        size = y.abs().nan_to_num(0, 0, 0).max().clamp(min=least)
+        check_within(torch.where(same, 0, x), torch.where(same, 0, y), by * size)
 
 
 def shortest(J):
@@ -63,7 +71,7 @@ def test_equal_to_numpy_and_scipy(J, data):
         rank=torch.tensor(np.exp(-(p * np.log(p)).sum()) if len(p) else 0.0, dtype=torch.float64),
         condition=torch.tensor(s[0] / s[-1] if s[-1] else math.inf, dtype=torch.float64),
     )
-    assert_same(found, expected, rtol=1e-7, atol=3e-7)
+    assert_same(found, expected, 16 * half_the_digits())
 
 
 @given(jacobians)
@@ -71,7 +79,7 @@ def test_conflicting_pairs_are_counted_exactly(J):
     rows = [[Fraction(x) for x in row] for row in J.tolist()]
     pairs = [(a, b) for i, a in enumerate(rows) for b in rows[:i]]
     opposed = sum(sum(x * y for x, y in zip(a, b, strict=True)) < 0 for a, b in pairs)
-    assert float(diagnose([J]).conflict) == pytest.approx(opposed / len(pairs) if pairs else 0.0, abs=1e-15)
+    assert float(diagnose([J]).conflict) == pytest.approx(opposed / len(pairs) if pairs else 0.0, abs=8 * eps())
 
 
 @given(jacobians, st.lists(st.integers(-40, 40), min_size=6, max_size=6), st.randoms())
@@ -89,16 +97,15 @@ def test_angles_do_not_see_lengths_and_order_does_not_matter(J, exponents, chanc
     assert_same(
         moved,
         Diagnosis(plain.norms[order], plain.cosines[order][:, order], plain.alignment[order], *plain[3:]),
-        rtol=1e-9,
-        atol=1e-9,
     )
 
 
 @given(jacobians, st.integers(-200, 200))
+@example(torch.eye(4, dtype=torch.float64)[:, 3:], -23)  # rows of zeros set no scale
 def test_all_scales_with_the_jacobian(J, exponent):
     c, plain = 2.0**exponent, diagnose([J])
     expected = plain._replace(norms=plain.norms * c, stationarity=plain.stationarity * c)
-    assert_same(diagnose([J * c]), expected, rtol=1e-9, atol=0)
+    assert_same(diagnose([J * c]), expected, least=0.0)
 
 
 @pytest.mark.parametrize("c", [1e-18, 1e-9, 1.0, 1e18])
@@ -108,7 +115,7 @@ def test_a_jacobian_in_closed_form(c):
     assert found.stationarity.item() == pytest.approx(2.4 * c)  # the height of the triangle 3, 4, 5
     assert found.condition.item() == pytest.approx(4 / 3)
     assert found.rank.item() == pytest.approx(torch.exp(torch.special.entr(p).sum()).item())
-    torch.testing.assert_close(found.alignment, p.new_tensor([0.6, 0.8]), rtol=1e-12, atol=0)
+    check_within(found.alignment, p.new_tensor([0.6, 0.8]), 8 * eps())
     assert found.conflict == 0
 
 
@@ -141,9 +148,9 @@ def test_orthogonal_rows_do_not_conflict_by_rounding():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_counts_as_the_numbers_it_holds(dtype):
     J = random_rows(4, 30).to(dtype)
-    assert_same(diagnose(J), diagnose(J.double()), rtol=0, atol=0)
+    assert_same(diagnose(J), diagnose(J.double()), 0.0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_same(diagnose(J), diagnose(J.double()), rtol=0, atol=0)
+        assert_same(diagnose(J), diagnose(J.double()), 0.0)
 
 
 def test_jacobian_and_gramian_weights_and_direction_agree():
@@ -152,7 +159,7 @@ def test_jacobian_and_gramian_weights_and_direction_agree():
     expected = diagnose(J, combine(J, weights))
     assert_same(diagnose(J, weights), expected)
     assert_same(diagnose(gramian(J), weights), expected)
-    assert_same(diagnose(gramian(J).float(), weights.float()), expected, rtol=1e-4, atol=1e-5)
+    assert_same(diagnose(gramian(J).float(), weights.float()), expected, 2**8 * eps(torch.float32))
     assert_same(diagnose(J), diagnose(J, torch.ones(3)))
     flat = torch.cat([J["w"].flatten(1), J["b"]], dim=1)
     assert_same(diagnose(flat, weights @ flat), expected)
@@ -163,7 +170,7 @@ def test_a_rule_that_never_conflicts_is_seen_not_to():
     J = random_rows(5, 5) - 0.4
     plain, projected = diagnose([J]), diagnose([J], [aggregate(upgrad(), J).direction])
     assert plain.conflict > 0
-    assert (projected.alignment > -1e-12).all()
+    assert (projected.alignment >= -64 * eps()).all()
 
 
 def test_what_the_engines_return_is_taken():
@@ -181,7 +188,7 @@ def test_what_the_engines_return_is_taken():
     expected = diagnose(jacobian.shared)
     assert_same(diagnose(jacobian), expected)
     assert_same(diagnose(jacobian, combine(jacobian, torch.ones(2))), expected)
-    assert_same(diagnose(gramian_fn(losses)(params, x)[0]), expected, rtol=1e-4, atol=1e-5)
+    assert_same(diagnose(gramian_fn(losses)(params, x)[0]), expected, 2**8 * eps(torch.float32))
     assert objective_names(values) == ["left", "right"]
 
 
@@ -231,7 +238,7 @@ def test_vmap_is_a_loop():
         (diagnose, (J @ J.mT, weights)),
     ):
         expected = Diagnosis(*map(torch.stack, zip(*map(f, *inputs), strict=True)))
-        assert_same(torch.vmap(f)(*inputs), expected, rtol=1e-9, atol=1e-12)
+        assert_same(torch.vmap(f)(*inputs), expected)
 
     def stationarity(J):
         return diagnose([J]).stationarity
@@ -394,4 +401,4 @@ def test_the_condition_is_told_up_to_what_inner_products_tell(dtype, m, told):
         lengths = torch.ones(m, dtype=torch.float64)
         lengths[0] = factor * bound
         condition = diagnose(torch.diag(lengths**2).to(dtype), gramian=True).condition.item()
-        assert condition == (pytest.approx(factor * bound, rel=1e-6) if finite else math.inf)
+        assert condition == (pytest.approx(factor * bound, rel=64 * half_the_digits()) if finite else math.inf)
