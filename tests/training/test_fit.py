@@ -69,39 +69,23 @@ def test_a_callback_may_end_the_loop():
     torch.testing.assert_close(stopped.value.state, fit(STEP, start(), batches(9)[:2]), rtol=0, atol=0)
 
 
-class Told:
-    """A callback that is given what it asks for."""
-
-    def __init__(self):
-        self.seen = []
-
-    def one(self, info):
-        self.seen.append((info,))
-
-    def one_with_options(self, info, mark="mark"):
-        self.seen.append((info,))
-        assert mark == "mark"
-
-    def any_number(self, *given):
-        self.seen.append(given)
-
-    def two(self, info, state):
-        self.seen.append((info, state))
-
-    def two_at_least(self, info, state, *more):
-        self.seen.append((info, state, *more))
+CALLBACKS = {
+    "one": (lambda seen: lambda info: seen.append((info,)), 1),
+    "an option": (lambda seen: lambda info, mark="mark": seen.append((info,)[: mark == "mark"]), 1),
+    "any number": (lambda seen: lambda *given: seen.append(given), 1),
+    "two": (lambda seen: lambda info, state: seen.append((info, state)), 2),
+    "at least two": (lambda seen: lambda info, state, *more: seen.append((info, state, *more)), 2),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("one", 1), ("one_with_options", 1), ("any_number", 1), ("two", 2), ("two_at_least", 2)]
-)
-def test_a_callback_is_given_the_info_and_the_state_if_it_asks_for_both(name, count):
-    told = Told()
-    after = fit(STEP, start(), batches(3), on_step=getattr(told, name))
-    assert [len(given) for given in told.seen] == [count] * 3
-    assert all(isinstance(given[0], StepInfo) for given in told.seen)
+@pytest.mark.parametrize(("make", "count"), CALLBACKS.values(), ids=CALLBACKS)
+def test_a_callback_is_given_the_info_and_the_state_if_it_asks_for_both(make, count):
+    seen = []
+    after = fit(STEP, start(), batches(3), on_step=make(seen))
+    assert [len(given) for given in seen] == [count] * 3
+    assert all(isinstance(given[0], StepInfo) for given in seen)
     if count == 2:
-        torch.testing.assert_close(told.seen[-1][1], after, rtol=0, atol=0)
+        torch.testing.assert_close(seen[-1][1], after, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("collect", [print, torch.nn.Identity(), [].append, deque().append])

@@ -132,21 +132,6 @@ def test_frozen_parameters_are_refused_and_partition_is_the_cure():
     assert sorted(state.params) == ["0.bias", "1.bias", "1.weight"]
 
 
-def test_the_plain_function_of_the_heads_moves_them_as_the_tasks_do():
-    trunk, heads = {"w": torch.ones(3, 2)}, {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
-    of_heads = lambda own, h: {"a": (h * own["a"]).sum(), "b": (h * own["b"]).square().mean()}
-    tasks = fj.multitask(lambda p, x: x @ p["w"], lambda own, h, x: of_heads(own, h))
-    plain = lambda p, x: of_heads(p["heads"], x @ trunk["w"])
-    found = []
-    for losses, rule, params in (
-        (tasks, fj.upgrad(), {"shared": trunk, "heads": heads}),
-        (plain, fj.total(), {"heads": heads}),
-    ):
-        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
-        found.append(fj.step(fj.train_state(params, X, **how), X, **how)[0].params["heads"])
-    torch.testing.assert_close(*found)
-
-
 class Teacher(nn.Module):
     """Changes itself in place in every call, in all the ways that models do."""
 
