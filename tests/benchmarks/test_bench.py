@@ -46,3 +46,29 @@ def test_only_what_is_named_runs_and_graphs_only_by_name():
     assert chosen("--only", "float16", "conv") == {("as run", "conv"), ("as run", "conv, each")}
     with pytest.raises(SystemExit, match=r"unknown names float8.*as run"):
         chosen("--only", "float8")
+
+
+def test_the_other_tables_are_filled(monkeypatch, capsys, tmp_path):
+    """In the least form of each: fronts, rules every few steps, first calls."""
+    import every_few_steps
+    import fronts_table
+
+    monkeypatch.setattr(fronts_table, "STEPS", 4)
+    monkeypatch.setattr(fronts_table, "has_peer", lambda: False)
+    *_, line = fronts_table.worth_lines(["VLMOP2"], ["EPO"])
+    name, method, gradients, _, steps, *_ = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert (name, method) == ("VLMOP2", "EPO")
+    assert 0 < float(gradients) < float(steps) < 100  # a step takes the gradients of both losses
+    for setting, value in {"SEEDS": 1, "EPOCHS": 1, "BATCH": 200, "EVERY": {"mean": (1,)}}.items():
+        monkeypatch.setattr(every_few_steps, setting, value)
+    monkeypatch.setattr(every_few_steps, "RULES", {"mean": every_few_steps.jd.mean})
+    every_few_steps.main()
+    assert capsys.readouterr().out.count("| `mean` | 1 |") == 2
+    pytest.importorskip("torchjd")
+    import first_call
+
+    monkeypatch.setattr(first_call, "_TIMED", 3)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = first_call.measured("tiny MLP", "T=2", "ours", toy=True, backend="eager")
+    assert found["graphs"] == 1
+    assert found["lines"] == 0  # nothing was written in C++
