@@ -198,13 +198,12 @@ def whole(cells: Cells) -> list[str]:
     return [*table(["", "optimizer", spelled(REFERENCE), *map(spelled, METHODS[1:])], rows), "", words]
 
 
-WORDS = (
-    "Differences to standardised sums under the same optimizer, in hundredths of the score, the mean over eight "
-    "development problems in five draws; in brackets, on how many problems the 95 % interval leaves out 0: better / "
-    "worse. *Equal passes*: a rule that takes m backward passes a step takes 1 / m of the steps. *Spread of rules*: "
-    "the best less the worst of standardised sums, `config()`, `nash_mtl()` and *unit_sum*, whose results do not "
-    "depend on units, the mean over problems."
-)
+WORDS = """Differences to standardised sums under the same optimizer, in hundredths of the score: the mean over eight development problems
+in five draws. In brackets: on how many problems the 95 % interval leaves out 0, better / worse.
+
+- *Equal passes*: a rule that takes m backward passes a step takes 1 / m of the steps.
+- *Spread of rules*: the best less the worst of standardised sums, `config()`, `nash_mtl()` and *unit_sum*, the mean over problems.
+  The results of these four do not depend on units."""  # noqa: E501 - pages are wider
 
 
 def with_section(text: str, lines: list[str], heading: str, before: str) -> str:
