@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from problems import PROBLEMS
 from study_cells import Cell, digits, tuned
 from study_format import points, signed, spelled, table
-from study_pictures import FAINT, INK, SETTINGS, WORSE
+from study_pictures import FAINT, INK, LEAST, SETTINGS, WORSE
 from study_rules import backward_passes, methods_for
 from study_statistics import REFERENCE, Difference, difference
 from study_training import LOOKS, Trained, draws_of
@@ -199,7 +199,8 @@ def whole(cells: Cells) -> list[str]:
 
 
 WORDS = """Differences to standardised sums under the same optimizer, in hundredths of the score: the mean over eight development problems
-in five draws. In brackets: on how many problems the 95 % interval leaves out 0, better / worse.
+in five draws. In brackets: on how many problems the 95 % interval leaves out 0, better / worse. In the picture, a dot is a
+problem, a bar the mean; dots below -20 are drawn at -20.
 
 - *Equal passes*: a rule that takes m backward passes a step takes 1 / m of the steps.
 - *Spread of rules*: the best less the worst of standardised sums, `config()`, `nash_mtl()` and *unit_sum*, the mean over problems.
@@ -238,8 +239,8 @@ def draw(cells: Cells, path: Path) -> None:
             axis.axvline(0, color=INK, linewidth=0.8)
             for y, method in enumerate(METHODS[:0:-1]):
                 found = [against(cells, problem, name, method, "steps") for problem in DEVELOPMENT]
-                values = [max(-20.0, 100 * d.mean) for d in found if d is not None]
-                axis.plot(values, [y] * len(values), "o", color="#0072B288")
+                values = [100 * d.mean for d in found if d is not None]
+                axis.plot([max(LEAST, x) for x in values], [y] * len(values), "o", color="#0072B288")
                 if values:
                     axis.plot([mean(values)] * 2, [y - 0.35, y + 0.35], color=WORSE, linewidth=3)
             axis.set_yticks(range(len(METHODS) - 1), [spelled(method).strip("`*") for method in METHODS[:0:-1]])
