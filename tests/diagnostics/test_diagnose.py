@@ -108,17 +108,6 @@ def test_all_scales_with_the_jacobian(J, exponent):
     assert_same(diagnose([J * c]), expected, least=0.0)
 
 
-@pytest.mark.parametrize("c", [1e-18, 1e-9, 1.0, 1e18])
-def test_a_jacobian_in_closed_form(c):
-    found = diagnose(torch.tensor([[3.0 * c, 0, 0], [0, 4 * c, 0]], dtype=torch.float64))
-    p = torch.tensor([3, 4], dtype=torch.float64) / 7
-    assert found.stationarity.item() == pytest.approx(2.4 * c)  # the height of the triangle 3, 4, 5
-    assert found.condition.item() == pytest.approx(4 / 3)
-    assert found.rank.item() == pytest.approx(torch.exp(torch.special.entr(p).sum()).item())
-    check_within(found.alignment, p.new_tensor([0.6, 0.8]), 8 * eps())
-    assert found.conflict == 0
-
-
 def test_opposite_rows_are_stationary_and_their_mean_is_no_direction():
     row = random_rows(1, 7)
     found = diagnose(torch.cat([row, -row]))

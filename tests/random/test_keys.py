@@ -237,12 +237,6 @@ def test_draws_have_the_same_bits_in_every_context(draw):
 # Independence
 
 
-def test_all_128_bits_are_balanced():
-    n = 1 << 16
-    ones = bits(random.split(random.key(20), n)).double().mean(0)
-    assert ((ones - 0.5).abs() * 2 * math.sqrt(n)).max() < 5
-
-
 def test_pairs_of_bits_are_independent():
     n = 1 << 16
     signs = bits(random.split(random.key(21), n)).reshape(n, 128).float() * 2 - 1
