@@ -217,13 +217,16 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
 
 
 def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
-    """The losses of all replicas, and what they carry: means of floating-point buffers, the first replica's of others;
-    aux is the replica's own.
-    """
+    """The losses of all replicas, and the buffers that they carry; aux is the replica's own."""
     buffers, aux = mine.carried
-    pool = lambda x: mean_over_group(x, group) if x.is_floating_point() else collective("first", x, group)
     pooled = _pooled_rows if plan.kind.rows_are_examples else _mean_losses
-    return mine._replace(losses=pooled(plan, mine.losses, group), carried=(tree_map(pool, buffers), aux))
+    return mine._replace(losses=pooled(plan, mine.losses, group), carried=(pooled_buffers(buffers, group), aux))
+
+
+def pooled_buffers(buffers: Tree, group: Group) -> Tree:
+    """The mean over the group of floating-point buffers, the first replica's of others."""
+    pool = lambda x: mean_over_group(x, group) if x.is_floating_point() else collective("first", x, group)
+    return tree_map(pool, buffers)
 
 
 def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:

@@ -10,20 +10,29 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.arguments import here, refuse
+from functional_jd.core.arguments import check_option, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
-from functional_jd.core.tree import described_leaves, detach_tree, tree_leaves, tree_map
+from functional_jd.core.tree import all_finite, described_leaves, detach_tree, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
 from functional_jd.engines.by_name import of_rows, rows_of_plan
 from functional_jd.engines.evaluate import check_losses, evaluate_losses
 from functional_jd.engines.plan import Engine, Plan
+from functional_jd.engines.replicas import (
+    agree,
+    check_alike,
+    mean_over_group,
+    pooled_buffers,
+    replicate,
+    sum_over_group,
+)
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import select
+from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
 from functional_jd.training.checks import check_tensors, detach_parameters
-from functional_jd.training.driver import Weighed, observe, prepare, pulled, weighed
+from functional_jd.training.driver import Verdict, Weighed, observe, prepare, pulled, verdict_of, weighed
+from functional_jd.training.weights import group_of_ranks
 
 
 @displayed_as(outline)
@@ -35,7 +44,7 @@ class Accumulated(NamedTuple):
         weights: one per row, as in `StepInfo`.
         losses: their means over the parts; of `per_example` losses those of all examples, the first part's first.
         finite: bool with the scale's shape: which losses and rows are finite in all parts.
-        moved: bool `[]`: whether all of them are, so that the optimizer may take its step.
+        moved: bool `[]`: whether the optimizer may take its step: all of them are, or all of a part with `skip="part"`.
         scale: the next loss scale.
         state: what the rule remembers, for the next call; what was given if `moved` is false.
         buffers: those of the last part; those that were given if `moved` is false.
@@ -60,6 +69,8 @@ def accumulate(
     state: Tree = None,
     scale: ScaleState | None = None,
     buffers: Tree = (),
+    skip: str = "step",
+    group: Any = None,
 ) -> Accumulated:
     """Find the direction of a batch, one part after the other.
 
@@ -76,8 +87,8 @@ def accumulate(
 
     Raises:
         TypeError: no parts; a part that is no tuple; errors of `train_state`.
-        ValueError: parts with different losses; a scale `[m]` or losses by name under `per_example`; a frozen
-            `nn.Parameter`.
+        ValueError: parts or ranks with different losses; a scale `[m]`, losses by name, `skip="part"` or a group under
+            `per_example`; a frozen `nn.Parameter`; several ranks and no group.
 
     Guarantees:
         Equal to rounding to the whole batch, if there are no buffers.
@@ -101,68 +112,133 @@ def accumulate(
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
     plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
     plan = plan_of(parts[0], buffers)
-    examples, each = plan.kind.rows_are_examples, plan.scale_state.scale.ndim
-    if plan.kind.several_sets or (examples and each):
-        wanted = "one scale []" if each else "one loss without a name"
-        raise ValueError(f"{here()}: per_example losses in parts must have {wanted}, found several. Pass one.")
-    walk = partial(_walk, parts, plan_of, buffers, examples)
+    check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
+    group = group_of_ranks(group, losses, own)
+    if wanted := _missed(plan, skip, group):
+        raise ValueError(f"{here()}: per_example losses in parts must have {wanted}.")
+    run = _Run(parts, plan_of, buffers, skip == "part", group)
+    if group is not None and state is None:
+        check_alike(own, group, "parameters", {"rule": aggregator})
     if plan.view.products == "none":
-        seen, memory, found, next_buffers = _by_weights(walk, plan, state)
+        seen, (memory, found), left, next_buffers = _by_weights(run, plan, state)
     else:
-        rows, values, next_buffers = walk(rows_of_plan, joined=examples)
+
+        def unscaled(plan: Plan) -> Any:
+            rows, *more = rows_of_plan(plan)
+            rows, flags = (rows, None) if skip == "step" else unscale(torch.ones_like(plan.scale_state.scale), rows)
+            return rows, *more, flags
+
+        rows, values, left, next_buffers = run.summed(unscaled, joined=plan.kind.rows_are_examples)
         seen = observe(plan, Engine(lambda plan: of_rows(plan, rows, values, ())))
         with autocast_disabled():
-            memory, found = _weighed(plan, seen, state)
+            memory, found = _weighed(plan, seen, state, group)
     with autocast_disabled():
-        direction, (finite, moved, following) = pulled(plan, seen, found)
-    kept = select(moved, (found.memory, next_buffers), (memory, buffers))
-    return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *kept)
+        direction, verdict = pulled(plan, seen, found)
+        finite, moved, following = verdict if left is None else left.verdict(plan, verdict)
+    after = select(moved, (found.memory, next_buffers), (memory, buffers))
+    return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *after)
 
 
-def _weighed(plan: Plan, seen: Observation, state: Tree) -> tuple[Tree, Weighed]:
-    """The memory of the rule, its initial one if there is none, and its answer."""
+def _missed(plan: Plan, skip: str, group: Any) -> str:
+    """What parts of `per_example` losses would need, or nothing."""
+    if plan.kind.several_sets:
+        return "one loss without a name, found several. Pass one"
+    if not plan.kind.rows_are_examples:
+        return ""
+    if plan.scale_state.scale.ndim:
+        return "one scale [], found several. Pass one"
+    if skip == "part":
+        return "skip='step', found 'part'. Return means over the examples"
+    return "" if group is None else "no group, found one. Use step with replicated(group=group)"
+
+
+def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, Weighed]:
+    """The memory of the rule, its initial one (of the first rank) if there is none, and its answer."""
     memory = initial_state(plan.rule, plan.view, seen) if state is None else state
+    memory = replicate(memory, group) if state is None and group is not None else memory
     return memory, weighed(plan, seen, memory)
 
 
-def _walk(
-    parts: list[tuple[Any, ...]],
-    plan_of: Callable[..., Plan],
-    buffers: Tree,
-    examples: bool,
-    find: Callable[[Plan], tuple[Any, Losses, Any]],
-    *,
-    joined: bool = False,
-) -> tuple[Any, Losses, Tree]:
-    """The mean over the parts of the first that `find` returns, of examples the sum, or all joined; the mean of the
-    losses, or those of all examples; and the last buffers.
+class _Left(NamedTuple):
+    """Of parts that are left out where they are not finite: which losses are finite in all, and which overflowed in
+    one, bool of the scale's shape; and how many parts are left.
     """
-    total, each, many, share = None, [], [], 1.0 if examples else 1 / len(parts)
-    for part in parts:
-        plan = plan_of(part, buffers)
-        found, values, carried = find(plan)
-        buffers = plan.next_buffers(carried[0])
-        if each and described_leaves(values) != described_leaves(each[0]) and not examples:
-            raise ValueError(
-                f"{here()}: all parts must have the same losses, found {described_leaves(each[0])} and then "
-                f"{described_leaves(values)}. For an objective that a part does not have, return 0 * another loss."
-            )
-        each.append(values)
-        if joined:
-            many.append(found)
-            continue
-        wide = tree_map(at_least_float32, found)
-        add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
-        total = tree_map(lambda x: x * share, wide) if total is None else tree_map(add, total, wide)
-    values = _joined(each) if examples else tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
-    return _joined(many) if joined else total, values, buffers
+
+    finite: Tensor
+    overflowed: Tensor
+    parts: Tensor
+
+    def verdict(self, plan: Plan, last: Verdict) -> Verdict:
+        """The verdict of the step, from that of what is left."""
+        finite = self.finite & last.finite
+        following = update_scale(plan.scale_state, ~self.overflowed, losses_finite=finite.all() | self.overflowed)
+        return Verdict(finite, last.moved & (self.parts > 0), following)
+
+
+class _Run(NamedTuple):
+    """A walk through the parts: `plan_of(part, buffers)`, the buffers of the first, whether parts that are not finite
+    are left out, and the ranks that have parts.
+    """
+
+    parts: list[tuple[Any, ...]]
+    plan_of: Callable[..., Plan]
+    buffers: Tree
+    skipping: bool
+    group: Any
+
+    def summed(
+        self, find: Callable[[Plan], tuple[Any, Losses, Any, Tensor | None]], *, joined: bool = False
+    ) -> tuple[Any, Losses, _Left | None, Tree]:
+        """The mean over the parts of the first that `find` returns, of examples the sum, or all joined; the mean of the
+        losses, or those of all examples; what is left; and the last buffers.
+        """
+        total, each, many, verdicts, buffers, examples = None, [], [], [], self.buffers, False
+        for part in self.parts:
+            plan, before = self.plan_of(part, buffers), buffers
+            found, values, carried, finite = find(plan)
+            buffers, examples = plan.next_buffers(carried[0]), plan.kind.rows_are_examples
+            if each and described_leaves(values) != described_leaves(each[0]) and not examples:
+                raise ValueError(
+                    f"{here()}: all parts must have the same losses, found {described_leaves(each[0])} and then "
+                    f"{described_leaves(values)}. For an objective that a part does not have, return 0 * another loss."
+                )
+            if self.skipping:
+                flags = torch.ones_like(plan.scale_state.scale, dtype=torch.bool) if finite is None else finite
+                own = verdict_of(plan.scale_state, flags, values)
+                verdicts.append((own.finite, own.scale.scale < plan.scale_state.scale, own.moved))
+                found, values = zeros_unless(own.moved, (found, values))
+                buffers = select(own.moved, buffers, before)
+            each.append(values)
+            if joined:
+                many.append(found)
+                continue
+            share = 1.0 if examples or self.skipping else 1 / len(self.parts)
+            wide = tree_map(at_least_float32, found)
+            add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
+            total = tree_map(partial(torch.mul, other=share), wide) if total is None else tree_map(add, total, wide)
+        if examples:
+            return _joined(many) if joined else total, _joined(each), None, buffers
+        buffers = buffers if self.group is None else pooled_buffers(buffers, self.group)
+        return *self._mean(total, tree_map(lambda *own: sum(own), each[0], *each[1:]), verdicts), buffers
+
+    def _mean(self, total: Any, values: Losses, verdicts: list[Any]) -> tuple[Any, Losses, _Left | None]:
+        """The mean of a mean over the parts, or of sums of what is left, over the ranks; of losses over both."""
+        if not verdicts:
+            found = total, tree_map(lambda x: x / len(self.parts), values)
+            return *(found if self.group is None else mean_over_group(found, self.group)), None
+        finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
+        left = _Left(finite.all(0), (lower & ~finite).any(0), moved.sum())
+        if self.group is not None:
+            total, values, count = sum_over_group((total, values, left.parts.float()), self.group)
+            left = _Left(agree(left.finite, self.group), ~agree(~left.overflowed, self.group), count)
+        return *(tree_map(lambda x: x / left.parts.clamp(min=1).to(x.dtype), x) for x in (total, values)), left
 
 
 def _joined(trees: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
 
 
-def _by_weights(walk: Callable[..., Any], plan: Plan, state: Tree) -> tuple[Observation, Tree, Weighed, Tree]:
+def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[Tree, Weighed], _Left | None, Tree]:
     """One backward pass for each part, with weights that look at no gradient."""
     known, taken, examples = None, 0, plan.kind.rows_are_examples
     if plan.view.losses or examples:
@@ -170,26 +246,33 @@ def _by_weights(walk: Callable[..., Any], plan: Plan, state: Tree) -> tuple[Obse
         with nullcontext() if plan.differentiable else torch.enable_grad():  # losses may differentiate by their batch
             kept = (lambda tree: tree) if plan.differentiable else detach_tree
             alone = lambda plan: kept(evaluate_losses(plan.losses, plan.args, plan._replace(examples=examples))[1])
-            _, known, _ = walk(lambda plan: ((), *alone(plan)))
+            _, known, *_ = run.summed(lambda plan: ((), *alone(plan), None))
         if draws is not None:
             set_random_state(draws)
     decided: list[Any] = []
     flags: list[Tensor] = []
 
-    def one(plan: Plan) -> tuple[Direction, Losses, Any]:
+    def one(plan: Plan) -> tuple[Direction, Losses, Any, Tensor | None]:
         nonlocal taken
         values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
         with autocast_disabled():
             if not decided:
-                decided[:] = _weighed(plan, Observation(values if known is None else known), state)
+                decided[:] = _weighed(plan, Observation(values if known is None else known), state, run.group)
             own = decided[1].own
             if examples:
                 start, taken = taken, taken + sum(leaf.numel() for leaf in tree_leaves(values))
                 own = of_distinct(lambda each: each[start:taken], own)
             direction, finite = pull(own, last=True)
+            if run.skipping:  # no part is to blame for weights that are not finite
+                sound = all_finite(direction) if finite is None else finite
+                finite = sound | ~all_finite(decided[1].weights)
         flags.extend([] if finite is None else [finite])
-        return direction, values, carried
+        return direction, values, carried, finite
 
-    direction, values, buffers = walk(one)
-    finite = torch.stack(flags).all(0) if flags else None
-    return Observation(values, pullback=lambda _: (direction, finite)), *decided, buffers
+    direction, values, left, buffers = run.summed(one)
+    finite = torch.stack(flags).all(0) if flags and plan.scale is not None else None
+    if finite is not None and left is not None:  # what is left is finite
+        finite = torch.ones_like(finite)
+    elif finite is not None and run.group is not None:
+        finite = agree(finite, run.group)
+    return Observation(values, pullback=lambda _: (direction, finite)), (decided[0], decided[1]), left, buffers

@@ -227,7 +227,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
             received = plan.view.receive(seen._replace(products=given, losses=losses))
         known = seen._replace(losses=losses, products=given if by_products else None)
         weights, memory = apply_rule(plan.rule, received, memory, known)
-        verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
+        verdict = verdict_of(scale, finite, losses) if scaled and finite is not None else None
         own = weights
         if by_products:
             weights, own = weights_to_sum(weights, given, list(plan.leaves), by_autograd=not plan.guarded)
@@ -258,9 +258,9 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
         finite = everywhere if rows_finite is None else rows_finite & everywhere
         return direction, Verdict(finite, finite, plan.scale_state)
     if passed is None:
-        sound, verdict = all_finite(direction), found.verdict or _verdict(plan.scale_state, rows_finite, seen.losses)
+        sound, verdict = all_finite(direction), found.verdict or verdict_of(plan.scale_state, rows_finite, seen.losses)
     else:  # weights that are not finite are the rule's doing, not an overflow
-        return direction, _verdict(plan.scale_state, passed, seen.losses, found.weights)
+        return direction, verdict_of(plan.scale_state, passed, seen.losses, found.weights)
     finite, moved, scale = verdict
     if not finite.ndim:
         moved = moved & sound
@@ -269,7 +269,7 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
     return direction, Verdict(torch.where(moved, sound, finite), moved & sound, scale)
 
 
-def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = ()) -> Verdict:
+def verdict_of(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = ()) -> Verdict:
     """The verdict of finite rows, losses and weights. A loss that is not finite can make NaN of all rows. It alone is
     to blame, and no scale moves; so it is with weights.
     """

@@ -102,8 +102,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         params = detach_parameters(params)  # raises in every call: trainers freeze and thaw
         if state is None:
             check_ranks(losses, params, {"parameters": params}, {"rule": aggregator})
-        how: Any = {"engine": _engine_for(group, losses, params), "guarded": False, "starting": state is None}
-        plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, **how)
+        ranks = group_of_ranks(group, losses, params)
+        how: Any = {"engine": "auto" if ranks is None else replicated(group=ranks), "starting": state is None}
+        plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, guarded=False, **how)
         if state is None and not (torch.compiler.is_compiling() or under_transform()):
             check_learning(plan, StateJournal(), training=False)
         seen = observe(plan, engine)
@@ -156,14 +157,14 @@ def _warn_of_graph(params: Params) -> None:
             return
 
 
-def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engine:
-    """The engine of the ranks whose batches count."""
+def group_of_ranks(group: Any, losses: LossFunction, params: Params) -> Any:
+    """`group_of_batch` of these losses and parameters."""
     sharded = mesh_of(losses) is not None
     whole = sharded or any(mesh.size() == dist.get_world_size() for mesh in meshes_of(tree_leaves(params)))
     found = group_of_batch(group, whole)
     if found is not None and sharded:
         refuse("group", "None for losses of sharded(losses, mesh)", found, "Leave it out.", ValueError)
-    return "auto" if found is None else replicated(group=found)
+    return found
 
 
 def group_of_batch(group: Any, whole: bool = False) -> Any:

@@ -52,6 +52,33 @@ def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
         fj.weigh(losses, points, fj.upgrad(), features=[*points.values()], group=dist.group.WORLD)
 
 
+def check_parts_on_all_ranks_give_the_direction_of_the_whole_batch():
+    params, batch = problem()
+    parts = lambda batch: [tuple(x[i::2] for x in batch) for i in range(2)]
+    for losses in (plain, MULTITASK):
+        for rule in (fj.upgrad(), fj.nash_mtl(), fj.mean(), fj.uw(), fj.random_weights(fj.random.key(1))):
+            expected, found = None, None
+            for _ in range(2):
+                state, own = (None if x is None else x.state for x in (expected, found))
+                how = {"params": params, "aggregator": rule, "scale": fj.scale_state(2.0**4)}
+                ranks = {"state": own, "group": dist.group.WORLD}
+                expected = fj.accumulate(losses, parts(batch), state=state, group=False, **how)
+                for skip in ("step", "part"):
+                    found = fj.accumulate(losses, parts(mine(batch)), skip=skip, **ranks, **how)
+                    assert same_everywhere(found)
+                    close(found, expected, **BOUND)
+    spoiled = parts(tuple(x * torch.inf if rank() == 0 and x.is_floating_point() else x for x in mine(batch)))
+    call = lambda **more: fj.accumulate(plain, spoiled, params=params, aggregator=fj.upgrad(), **more)
+    assert not call(group=dist.group.WORLD).moved
+    found = call(group=dist.group.WORLD, skip="part")
+    assert same_everywhere(found)
+    assert found.moved
+    with pytest.raises(ValueError, match="accumulate: group must be a ProcessGroup"):
+        call()
+    with pytest.raises(ValueError, match="per_example losses in parts must have no group"):
+        fj.accumulate(PER_EXAMPLE, parts(batch), params=params, aggregator=fj.mean(), group=dist.group.WORLD)
+
+
 def check_keys_of_weights_are_the_first_ranks():
     params, batch = problem()
     keyed = lambda key: fj.Aggregator(

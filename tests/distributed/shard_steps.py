@@ -46,6 +46,21 @@ def check_multitask_losses_are_gathered_part_by_part():
         close(state, expected)
 
 
+def check_parts_give_the_direction_of_the_whole_batch():
+    params, losses, batch = mlp()
+    parts = lambda batch: [tuple(x[i::2] for x in batch) for i in range(2)]
+    over = distributed.sharded(losses, mesh())
+    for rule in (fj.upgrad(), fj.mean(), fj.nash_mtl()):
+        for skip in ("step", "part"):
+            how = {"aggregator": rule, "skip": skip, "scale": fj.scale_state(2.0**4)}
+            expected = fj.accumulate(losses, parts(batch), params=params, group=False, **how)
+            found = fj.accumulate(over, parts(mine(batch)), params=placed(params), **how)
+            assert none_is_whole((params, expected))
+            close(found.direction, expected.direction, 1e-6)
+            assert same_everywhere((found.weights, found.losses, found.finite, found.scale))
+            assert found.moved
+
+
 def check_buffers_are_averaged_and_others_are_the_first_ranks():
     params, losses, batch = mlp()
 

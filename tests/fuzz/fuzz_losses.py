@@ -266,8 +266,10 @@ TRAINING = {
             "state": None,
             "scale": scale_state(),
             "buffers": (),
+            "skip": "part",
+            "group": None,
         },
-        {"scale": OPTION, "state": OPTION, "returned": CONSTANTS},
+        {"scale": OPTION, "state": OPTION, "group": OPTION, "returned": CONSTANTS},
         _LOSSES,
     ),
     "check": Call(

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_table import RULES, rule_of
 from simulated import simulated
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import functional_jd as jd
@@ -52,7 +53,7 @@ def whole(losses, params, rule, scale=None):
     how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(1.0)}
     state = jd.train_state(params, X, Y, scale=scale, **how)
     new, info = jd.step(state, X, Y, **how)
-    return torch.utils._pytree.tree_map(torch.sub, params, new.params), new, info
+    return tree_map(torch.sub, params, new.params), new, info
 
 
 @pytest.mark.filterwarnings("ignore:train_state")
@@ -112,6 +113,66 @@ def test_a_part_that_is_not_finite_flags_its_loss_alone_and_moves_nothing(rule, 
     torch.testing.assert_close((found.state, found.scale), (start.state, start.scale), rtol=0, atol=0)
 
 
+SINGLE = {
+    "plain": (lambda p, x, y: heads(tree_map(torch.Tensor.float, HEADS), trunk(p, x), x, y), SHARED),
+    "multitask": KINDS["multitask"],
+}
+
+
+@pytest.mark.parametrize("shape", [None, (), (3,)], ids=["no scale", "one", "each"])
+@pytest.mark.parametrize("rule", ["mean", "upgrad", "uw", "config"])
+@pytest.mark.parametrize("kind", SINGLE)
+def test_a_part_that_is_not_finite_can_be_left_out_alone(kind, rule, shape):
+    losses, params = SINGLE[kind]
+    params, x, y = tree_map(torch.Tensor.float, (params, X, Y))
+    scale = None if shape is None else jd.scale_state(2.0**100, shape=shape)
+    call = lambda of, **more: jd.accumulate(losses, of, params=params, aggregator=rule_of(rule), scale=scale, **more)
+    start = call(parts(of=(x, y))).state
+    flags = lambda *expected: list(expected) if shape == (3,) else all(expected)
+    high, bad = y.clone(), y.clone()
+    bad[4, 1], high[4, 1] = torch.nan, 2.0**40
+    for spoiled in (bad, high):  # a loss that is not finite, and one whose gradient overflows with this scale
+        halved = spoiled is high
+        if halved and (shape is None or rule == "uw"):  # which weighs losses before there is a gradient
+            continue
+        found = call(parts(of=(x, spoiled)), state=start, skip="part")
+        given = parts(of=(x, y))
+        expected = call([given[0], *given[2:]], state=start)
+        close = {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(found.direction, expected.direction, **close)
+        torch.testing.assert_close(found.losses, expected.losses, **close)
+        torch.testing.assert_close(found.state, expected.state, **close)
+        assert found.moved
+        if halved and rule == "mean" and kind == "plain":  # one pass, whose overflow has no owner
+            assert not found.finite.any()
+        else:
+            assert found.finite.tolist() == flags(True, False, True)
+        lower = found.scale.scale < 2.0**100
+        assert shape is None or torch.equal(lower, ~found.finite if halved else found.finite & False)
+    every = call([(x, torch.full_like(y, torch.nan))], state=start, skip="part")
+    assert not every.moved
+    torch.testing.assert_close(every.state, start, rtol=0, atol=0)
+    again = call(parts(of=(x, y)), state=start, skip="part")
+    torch.testing.assert_close(again[:-1], call(parts(of=(x, y)), state=start)[:-1])
+
+
+def test_weights_that_are_not_finite_leave_out_no_part():
+    scale = jd.scale_state(2.0, shape=3)
+    negative = lambda p, x, y: {name: loss - 100 for name, loss in plain(p, x, y).items()}
+    found = jd.accumulate(negative, parts(), params=SHARED, aggregator=jd.geometric_mean(), scale=scale, skip="part")
+    assert not found.moved
+    assert torch.equal(found.scale.scale, scale.scale)
+
+
+def test_buffers_of_a_part_that_is_left_out_go_with_it():
+    count = lambda p, n, x, y: (plain(p, x, y), n + len(x))
+    bad = Y.clone()
+    bad[11] = torch.nan
+    how = {"params": SHARED, "aggregator": jd.mean(), "buffers": torch.zeros(())}
+    assert jd.accumulate(count, parts(of=(X, bad)), skip="part", **how).buffers == 9
+    assert jd.accumulate(count, parts(of=(X, bad)), **how).buffers == 0
+
+
 def test_buffers_and_keys_go_from_part_to_part():
     def counted(params, buffers, x, y):
         noise = jd.random.normal(buffers["key"], x.shape, dtype=x.dtype)
@@ -143,7 +204,7 @@ def test_one_part_is_the_step_with_buffers_of_a_trunk_too():
         how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(1.0)}
         state, _ = jd.step(jd.train_state(params, X, Y, buffers=key, **how), X, Y, **how)
         found = jd.accumulate(losses, parts(1), params=params, aggregator=rule, buffers=key)
-        moved = torch.utils._pytree.tree_map(torch.sub, params, found.direction)
+        moved = tree_map(torch.sub, params, found.direction)
         torch.testing.assert_close((moved, found.buffers), (state.params, state.buffers), rtol=1e-12, atol=1e-12)
 
 
@@ -187,6 +248,8 @@ def test_what_is_refused():
             r"the same losses.*return 0 \* another loss",
         ),
         (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, "one scale"),
+        (lambda: call(parts(), KINDS["per_example"][0], skip="part"), ValueError, "skip='step', found 'part'"),
+        (lambda: call(parts(), skip="all"), ValueError, "skip must be one of step, part"),
         (lambda: call(parts(), scale=jd.scale_state(shape=2)), ValueError, r"of shape \[\] or \[3\]"),
     ]
     for make, kind, words in cases:
