@@ -74,7 +74,7 @@ _VMAPS = "functions under torch.vmap"
 _interpreters: Any = private("_C._functorch.get_interpreter_stack", "every function")
 _forward_ad: Any = private("autograd.forward_ad", "every function", "_current_level")
 _unwrap_batched: Any = private("_C._functorch._unwrap_batched", _VMAPS)
-_add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
+_add_batch_dim: Any = private("_functorch.predispatch._add_batch_dim", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
 

@@ -144,7 +144,7 @@ def module():
 
 
 FEATURES = {
-    "_C._functorch._add_batch_dim": drawn_in_vmap,
+    "_functorch.predispatch._add_batch_dim": drawn_in_vmap,
     "_C._functorch._unwrap_batched": examples,
     "_functorch.eager_transforms._autograd_grad": compiled,
     "_dynamo.variables.torch.get_overridable_functions": compiled_draws,

@@ -12,49 +12,48 @@ from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.gramian.layers import Factors
 from functional_jd.engines.gramian.products import products_of_leaves, weighted_parts
-from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording, parts_of
+from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, parts_of
 from functional_jd.engines.plan import LeafGroup, Plan
 from functional_jd.engines.row_vjps import Rows, unscaled_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.autograd_graph import gradients, to_dense
-from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level, under_transform
+from functional_jd.torch_compat.autograd_graph import to_dense
+from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level
 
 Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
-"""`f(points, recorder) -> (outputs, extra)`."""
+"""`f(points, record) -> (outputs, extra)`, where `record(points)` makes the recorder of what receives the points."""
 
 
-def recorded(f: Recorded, leaves: list[Tensor], plan: Plan, *, rows: bool = False) -> tuple[Vjp, Recording]:
-    """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
+def recorded(f: Recorded, leaves: list[Tensor], plan: Plan, m: int = 0) -> tuple[Vjp, Recording]:
+    """Evaluate `f(points, record) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
     outputs of the recorded layers and, behind them, the points; and what was recorded.
 
-    With `rows`, each row may have inputs of its own: the `extra` of the product is `(extra, sources)`.
+    Layers receive the leaves, and `f` the points: the leaves too, or copies `[m, *p]`, one for each of m examples.
     """
-    recording = new_recording()
+    recording = Recording([], [], [], [], [])
     inside: list[list[Any]] = []  # as in torch.func, the tensors inside a transform leave it by a list
     n = len(leaves)
 
     def inner(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         points, constants = inputs[:n], inputs[n:]
-        outputs, extra = f(points, LayerRecorder(points, constants, recording, traced=plan.differentiable))
+        record = partial(LayerRecorder, constants=constants, recording=recording, traced=plan.differentiable, m=m)
+        outputs, extra = f(points, record)
         inside[:] = [outputs, [*recording.ends, *points]]
         return outputs, (extra, recording.sources)
 
-    point = vjp(inner, [*leaves, *leaves], plan, ends=recording.ends)
+    copies = [x.expand(m, *x.shape) for x in leaves] if m else leaves
+    point = vjp(inner, [*copies, *leaves], plan, ends=recording.ends)
     outputs, inputs = inside
-    if not rows:
-        extra, sources = point.extra
-        point, recording = point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
-    if under_transform():
-        return point._replace(pullback=partial(_traced_pullback, outputs, inputs)), recording
-
-    def pullback(cotangent: Cotangent) -> Rows:
-        return point.pullback(cotangent, slice(len(inputs)))
-
-    return point._replace(pullback=pullback, inputs=point.inputs[:n]), recording._replace(outputs=outputs)
+    extra, sources = point.extra
+    recording = recording._replace(sources=sources if m else [x[None] for x in sources])
+    if point.inputs:  # a graph of plain autograd
+        pullback, recording = partial(point.pullback, among=slice(len(inputs))), recording._replace(outputs=outputs)
+    else:
+        pullback = partial(_traced_pullback, outputs, inputs)
+    return point._replace(extra=extra, pullback=pullback, inputs=point.inputs[:n]), recording
 
 
-def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cotangent) -> Rows:
+def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cotangent, last: bool = False) -> Rows:  # noqa: ARG001
     """`None` where a gradient is certainly zero."""
     pairs = list(zip(outputs, cotangent, strict=True))
     with autocast_disabled():
@@ -73,17 +72,6 @@ def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cot
         return to_dense(torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True))
 
 
-def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, points: list[Tensor]) -> Rows:
-    """The rows of scaled losses `[m]` by end and, behind them, by point. No loss depends on another example: one
-    backward pass from all of them keeps the rows apart.
-    """
-    ends: Any = [*recording.ends, *points]
-    with autocast_disabled():
-        found = gradients([losses], ends, [scales])
-    n, m = len(recording.ends), len(losses)
-    return [g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(found)]
-
-
 def gramian_of_uses(
     recording: Recording, rows: Rows, leaves: list[Tensor], structure: Structure, m: int, plan: Plan
 ) -> tuple[Any, Callable[[Any], Direction]]:
@@ -91,6 +79,8 @@ def gramian_of_uses(
     scaled rows by end and, behind them, by leaf.
     """
     n = len(recording.ends)
+    if plan.examples:  # one example after the other
+        rows = [g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(rows)]
     if plan.scale is not None:  # the direction of what was unscaled is at least float32
         rows = unscaled_rows(rows, plan.scale)
         leaves = [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]

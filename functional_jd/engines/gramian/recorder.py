@@ -45,11 +45,6 @@ class LayerUse(NamedTuple):
     given: dict[str, Any]  # the arguments of the layer that are not tensors, and the shape of its weight
     transposed: bool  # whether the layer received the transpose of the parameter
 
-    def part(self, source: Tensor, gradient: Tensor) -> Factors | Tensor:
-        """What the use adds to the parameter's rows."""
-        made = self.form(source, gradient, self.given)
-        return Factors(made.right, made.left) if self.transposed and isinstance(made, Factors) else made
-
 
 class Recording(NamedTuple):
     """What was recorded: lists from outside, as torch.compile loses the attributes of a mode."""
@@ -59,11 +54,6 @@ class Recording(NamedTuple):
     sources: list[Tensor]  # for each layer, its inputs `[n, *x]`, or `[m, n, *x]` if each row has its own
     versions: list[int]  # for each layer, how often its inputs had been changed in place; -1 for a copy
     outputs: list[Tensor]  # the ends of the graph of plain autograd, if it is the whole graph
-
-
-def new_recording() -> Recording:
-    """Nothing yet."""
-    return Recording([], [], [], [], [])
 
 
 class _Known(NamedTuple):
@@ -89,7 +79,7 @@ class LayerRecorder(WatchingMode):
     """
 
     def __init__(
-        self, leaves: list[Tensor], constants: list[Tensor], recording: Recording, *, traced: bool = False, m: int = 0
+        self, leaves: list[Tensor], *, constants: list[Tensor], recording: Recording, traced: bool = False, m: int = 0
     ):
         super().__init__()
         self.constants, self.recording, self.traced, self.m = constants, recording, traced, m
@@ -131,13 +121,11 @@ class LayerRecorder(WatchingMode):
         """What is known of a tensor, unless it is frozen for a time."""
         if not isinstance(x, Tensor):
             return None
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            found = next((known for known in self.known if known.seen is x), None)
+        else:
             found = self.by_id.get(id(x))
-            return None if found is None or not (self.m or x.requires_grad) else found
-        for known in self.known:
-            if known.seen is x and x.requires_grad:
-                return known
-        return None
+        return found if found is not None and (self.m or x.requires_grad) else None
 
     def refuse(self, func: Any, x: Any) -> None:
         """Raise where a gradient would miss the layers that received a constant."""
@@ -211,8 +199,13 @@ def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[t
     nodes = graph_nodes(recording.outputs) if any(g is None for g in gradients) else []
     if any(isinstance(node, BackwardCFunction) for node in nodes):
         raise UnrecordedDerivativeError("the losses use a custom autograd function, in which a layer may be hidden")
-    found = [(use, gradients[use.end]) for use in recording.uses]
-    return [(use.leaf, use.part(recording.sources[use.end], g)) for use, g in found if g is not None]
+    parts: list[tuple[int, Factors | Tensor]] = []
+    for leaf, end, form, given, transposed in recording.uses:
+        if (gradient := gradients[end]) is not None:
+            made = form(recording.sources[end], gradient, given)
+            flip = transposed and isinstance(made, Factors)
+            parts.append((leaf, Factors(made.right, made.left) if flip else made))
+    return parts
 
 
 def _with_lists(values: Any) -> list[Any]:

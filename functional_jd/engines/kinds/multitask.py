@@ -26,7 +26,7 @@ from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import called, check_weights, element_count, evaluate_losses, row_scales
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded
-from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
+from functional_jd.engines.gramian.recorder import Recording
 from functional_jd.engines.kinds.kind import (
     Args,
     FoundGramian,
@@ -198,7 +198,8 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
     own, own_structure = floating_leaves(heads_params, part=" (heads)", some=False)
     inside: list[Tensor] = []
 
-    def trunk(inputs: list[Tensor], recorder: LayerRecorder | None = None) -> tuple[list[Tensor], Any]:
+    def trunk(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
+        recorder = record and record(inputs)
         inside[:] = inputs if recorder is None else [*inputs, *recorder.constants]
         found = called(losses.features, (tree_unflatten(shared_structure, inputs), *batch), plan, recorder)
         through = found.features if isinstance(found, FeaturesAndBuffers) else found

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -21,14 +20,13 @@ from functional_jd.core.tree import (
 )
 from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import check_example_losses, evaluate_losses, row_scales
-from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded, rows_of_examples
-from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording
+from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.plain import gramian as gramian_of_plain
 from functional_jd.engines.kinds.plain import jacobian as jacobian_of_plain
 from functional_jd.engines.kinds.plain import weighted as weighted_of_plain
 from functional_jd.engines.plan import Plan
-from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows
+from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows, vjp_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers, is_key, with_carried
@@ -36,7 +34,6 @@ from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
 from functional_jd.random import split
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
-from functional_jd.torch_compat.torch_internals import as_batch, transform_level
 from functional_jd.torch_compat.watching import StateJournal
 
 
@@ -78,59 +75,32 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
 
 
 def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
-    """The Gramian of all examples, layer by layer."""
-    way = _gramian_traced if plan.differentiable else _gramian_eager
-    return way(losses, args[0], args[1:], plan._replace(examples=True))
-
-
-def _gramian_eager(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
+    """The Gramian of all examples, layer by layer. No loss depends on another example: one backward pass from all of
+    them keeps the rows apart.
+    """
+    plan = plan._replace(examples=True)
+    params, *batch = args
     leaves, structure = floating_leaves(params)
-    m, dims = losses.count(batch), losses.dims(batch)
-    recording = new_recording()
-    constants = [x.detach().requires_grad_() for x in leaves]
-    # A copy for every example: its gradient is the rows of all uses that the recorder does not take.
-    points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
+    m, dims = losses.count(tuple(batch)), losses.dims(tuple(batch))
 
-    def one(*example: Any) -> tuple[list[Tensor], Any]:
-        copies = list(map(as_batch, points, repeat(transform_level()[0])))
-        recorder = LayerRecorder(copies, constants, recording, m=m)
-        return evaluate_losses(losses.loss, (tree_unflatten(structure, copies), *example), plan, recorder)
+    def f(points: list[Tensor], record: Callable[..., Any]) -> tuple[list[Tensor], Any]:
+        def one(own: list[Tensor], *example: Any) -> tuple[list[Tensor], Any]:
+            return evaluate_losses(losses.loss, (tree_unflatten(structure, own), *example), plan, record(own))
 
-    with torch.enable_grad():
-        outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
-    check_example_losses(outputs, (m,))
-    scales = row_scales(plan, m, outputs[0]).to(outputs[0].dtype)
-    rows = rows_of_examples(outputs[0], scales, recording, points)
-    products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, structure, m, plan)
-    return products, *detach_tree(extra), pullback
+        return torch.vmap(one, (0, *dims), randomness="different")(points, *batch)
 
-
-def _gramian_traced(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
-    leaves, structure = floating_leaves(params)
-    m = losses.count(batch)
-    found: list[Recording] = []
-    reached: list[bool] = []
-
-    def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
-        def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-            return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), plan, recorder)
-
-        point, recording = recorded(f, leaves, plan, rows=True)
-        check_example_losses(point.outputs, ())
-        extra, sources = point.extra
-        gradients = point.pullback([factor.to(point.outputs[0].dtype)])
-        found[:], reached[:] = [recording], [g is not None for g in gradients]
-        return [g for g in gradients if g is not None], sources, extra
-
-    dims = (None, 0, *losses.dims(batch))
-    factors = row_scales(plan, m, leaves[0])
-    # Attention by plain products: torch has no batching rule for the derivative of its fused kernels.
-    with sdpa_kernel(SDPBackend.MATH):
-        gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
-    rest = iter(gradients)
-    rows = [next(rest) if yes else None for yes in reached]
-    products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, structure, m, plan)
-    return products, *extra, pullback
+    # Under a transform, attention by plain products: torch does not batch the derivative of its fused kernels.
+    with sdpa_kernel(SDPBackend.MATH) if plan.differentiable else nullcontext():
+        point, recording = recorded(f, leaves, plan, m)
+    check_example_losses(point.outputs, (m,))
+    scales = row_scales(plan, m, point.outputs[0]).to(point.outputs[0].dtype)
+    if torch.compiler.is_compiling():  # tells gradients that are zero only under vmap
+        rows = [g if g is None else g[0] for g in vjp_rows(point, [scales[None]], plan)]
+    else:
+        with autocast_disabled():
+            rows = point.pullback([scales], last=True)
+    products, pullback = gramian_of_uses(recording, rows, leaves, structure, m, plan)
+    return products, *point.extra, pullback
 
 
 def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:

@@ -1,5 +1,6 @@
 """Any losses: a function of parameters and a batch."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,6 @@ from torch import Tensor
 from functional_jd.core.tree import Structure, floating_leaves, tree_unflatten
 from functional_jd.engines.evaluate import element_count, evaluate_losses, row_scales, select_arguments
 from functional_jd.engines.gramian.assemble import Recorded, gramian_of_uses, recorded
-from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import dense, jacobian_rows, pulled, unscaled_rows
@@ -20,8 +20,8 @@ def _of_leaves(losses: Any, args: Args, plan: Plan) -> tuple[Recorded, list[Tens
     chosen, rebuild = select_arguments(plan.argnums, args)
     leaves, structure = floating_leaves(chosen)
 
-    def f(inputs: list[Tensor], recorder: LayerRecorder | None = None) -> tuple[list[Tensor], Any]:
-        return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), plan, recorder)
+    def f(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
+        return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), plan, record and record(inputs))
 
     return f, leaves, structure
 

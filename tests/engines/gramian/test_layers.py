@@ -26,7 +26,7 @@ from zoo import BATCH, MODELS, MORE, WIDTH, Model, numbers
 
 from functional_jd import jacobian_fn
 from functional_jd.engines.gramian import assemble
-from functional_jd.engines.gramian.recorder import LayerRecorder, new_recording
+from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
 from functional_jd.engines.kinds import multitask, per_example, plain
 
 F = nn.functional
@@ -262,8 +262,8 @@ def test_a_recorded_value_is_the_value():
     model = MODELS["mlp"]()
     flat, spec = _pytree.tree_flatten(model.params)
     points, constants = ([x.clone().requires_grad_() for x in flat] for _ in range(2))
-    recording = new_recording()
-    with LayerRecorder(points, constants, recording):
+    recording = Recording([], [], [], [], [])
+    with LayerRecorder(points, constants=constants, recording=recording):
         y = model.predict(_pytree.tree_unflatten(points, spec), model.inputs)
     torch.testing.assert_close(y, model.predict(model.params, model.inputs), rtol=0, atol=0)
     assert [flat[use.leaf].ndim for use in recording.uses] == [2, 2]
