@@ -92,12 +92,13 @@ def _refuse_none(values: Losses, path: tuple[str, ...] = ()) -> None:
         _refuse_none(part, (*path, name))
 
 
-def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
-    """The losses of examples must be of this shape, one scalar each."""
-    if [tuple(y.shape) for y in outputs] != [shape]:
+def check_example_losses(outputs: list[Tensor], *counts: int) -> None:
+    """The losses of examples must be scalars: `[m]` for each count m, without one those of a single example."""
+    n, expected = min(len(counts), 1), [(m,) for m in counts] or [()]
+    if [tuple(y.shape) for y in outputs] != expected:
         raise ValueError(
             "per_example: the loss of one example must be one scalar, found "
-            f"{[list(y.shape)[len(shape) :] for y in outputs]}. For several residuals per point, give each a name of "
+            f"{[list(y.shape)[n:] for y in outputs]}. For several residuals per point, give each a name of "
             "its own, or take a plain function: .mean() is for losses, as the signs of residuals cancel. Of shape [1], "
             "return loss[0]."
         )

@@ -67,6 +67,13 @@ class PerExample(Declared):
             )
             raise
 
+    def one_by_one(self, params: Params, *batch: Tree) -> Losses:
+        return stacked([self.of_one(params, *example) for example in self.examples(batch)])
+
+    def counts(self, batch: tuple[Tree, ...]) -> dict[str, int]:
+        """Return the number of examples, as `ExampleSets` does."""
+        return {"": self.count(batch)}
+
     @property
     def where(self) -> str:
         return "per_example" if self.name is None else f"per_example (loss {self.name!r})"
@@ -163,8 +170,10 @@ class ExampleSets(Declared):
         return replace(self, parts={name: part.each(wrap) for name, part in self.parts.items()})
 
     def __call__(self, params: Params, *batch: Tree) -> Losses:
-        own = self.batches(batch)
-        return self.join({name: self.parts[name](params, *own[name]) for name in own})
+        return self.join({name: self.parts[name](params, *own) for name, own in self.batches(batch).items()})
+
+    def one_by_one(self, params: Params, *batch: Tree) -> Losses:
+        return self.join({name: self.parts[name].one_by_one(params, *own) for name, own in self.batches(batch).items()})
 
     def batches(self, batch: tuple[Tree, ...]) -> dict[str, tuple[Tree, ...]]:
         """Return the arguments of each set, in the order of the rows."""

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params
-from functional_jd.engines.evaluate import check_weights, row_scales
+from functional_jd.engines.evaluate import row_scales
 from functional_jd.engines.gramian.products import crossed_leaf, products_of_leaves
-from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
-from functional_jd.engines.kinds.per_example import PER_EXAMPLE
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, Kind
+from functional_jd.engines.kinds.per_example import PER_EXAMPLE, weighted
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
-from functional_jd.engines.kinds.per_example import weighted as examples_weighted
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers
@@ -60,26 +59,10 @@ def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
 
     def pullback(weights: Tensor) -> Direction:
         pieces = weights.split(list(counts.values()))
-        return _added([pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)])
+        directions = [pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)]
+        return tree_map(lambda *leaves: reduce(torch.add, leaves), *directions)
 
     return products, *_joined(losses, found, plan), pullback
-
-
-def weighted(losses: ExampleSets, args: Args, plan: Plan) -> FoundWeighted:
-    """One backward pass through each set."""
-    given = _by_set(losses, args, plan)
-    found = {name: examples_weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
-    counts = list(losses.counts(args[1:]).values())
-
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
-        check_weights(weights, sum(counts))
-        pieces = zip(found.values(), weights.split(counts), strict=True)
-        directions, flags = zip(*[pull(piece, last=last) for (*_, pull), piece in pieces], strict=True)
-        if plan.scale is None:
-            return _added(directions), None
-        return _added(directions), torch.cat(flags) if plan.scale.ndim else reduce(torch.logical_and, flags)
-
-    return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, plan), pullback
 
 
 def _by_set(losses: ExampleSets, args: Args, plan: Plan) -> dict[str, tuple[Args, Plan]]:
@@ -100,10 +83,6 @@ def _joined(losses: ExampleSets, found: Mapping[str, Sequence[Any]], plan: Plan)
         return {name: result[1] for name, result in found.items()}, ()
     values, aux = losses.join({name: (result[1], result[2]) for name, result in found.items()})
     return values, aux
-
-
-def _added(directions: Sequence[Direction]) -> Direction:
-    return tree_map(lambda *leaves: reduce(torch.add, leaves), directions[0], *directions[1:])
 
 
 def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosses:

@@ -28,7 +28,7 @@ from functional_jd.engines.kinds.plain import weighted as weighted_of_plain
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows, vjp_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
-from functional_jd.objectives import PerExample, stacked
+from functional_jd.objectives import ExampleSets, PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers, is_key, with_carried
 from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
 from functional_jd.random import split
@@ -53,7 +53,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
             return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), plan)
 
         point = vjp(f, inputs, plan, example=True)
-        check_example_losses(point.outputs, ())
+        check_example_losses(point.outputs)
         with autocast_disabled():
             gradient = point.pullback([factor.to(point.outputs[0].dtype)])
         return dense(gradient, inputs), *point.extra
@@ -92,7 +92,7 @@ def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
     # Under a transform, attention by plain products: torch does not batch the derivative of its fused kernels.
     with sdpa_kernel(SDPBackend.MATH) if plan.differentiable else nullcontext():
         point, recording = recorded(f, leaves, plan, m)
-    check_example_losses(point.outputs, (m,))
+    check_example_losses(point.outputs, m)
     scales = row_scales(plan, m, point.outputs[0]).to(point.outputs[0].dtype)
     if torch.compiler.is_compiling():  # tells gradients that are zero only under vmap
         rows = [g if g is None else g[0] for g in vjp_rows(point, [scales[None]], plan)]
@@ -103,7 +103,7 @@ def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
     return products, *point.extra, pullback
 
 
-def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
+def weighted(losses: PerExample | ExampleSets, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass through the graph of the batch, not m small ones."""
     plan = plan._replace(examples=True)
     params, *batch = args
@@ -120,8 +120,7 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
     before = [] if compiling else random_state()
     point = evaluated(losses)
     after = [] if compiling else random_state()
-    m = losses.count(tuple(batch))
-    check_example_losses(point.outputs, (m,))
+    check_example_losses(point.outputs, *losses.counts(tuple(batch)).values())
 
     def pullback(cotangent: Cotangent, *, last: bool = False) -> list[Tensor | None]:
         batched = partial(point.pullback, cotangent, last=last)
@@ -135,9 +134,8 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
                     "engine='jacobian'), which evaluates and differentiates one example after the other."
                 )
             journal, now = StateJournal(), random_state()
-            alone = lambda params, *batch: stacked([losses.of_one(params, *each) for each in losses.examples(batch)])
             with around(), journal.watch():
-                gradient = evaluated(alone).pullback(cotangent, last=last)
+                gradient = evaluated(losses.one_by_one).pullback(cotangent, last=last)
             journal.undo()
             set_random_state(now)
             return gradient
