@@ -1,6 +1,6 @@
 """The engines of a step, by name, and the observations that they make of rows."""
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.core.arguments import check_integer, check_option, here
 from functional_jd.core.heads import of_groups
 from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import Direction, Jacobian, Losses
+from functional_jd.core.types import Jacobian, Losses
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.kinds.kind import FoundJacobian, gramian_from_rows
+from functional_jd.engines.kinds.kind import FoundJacobian, finite_rows, gramian_from_rows
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import nan_rows_unless, unscale
 
@@ -121,14 +121,7 @@ def features_engine() -> Engine:
     def observe(plan: Plan) -> Observation:
         assert plan.kind.features is not None
         products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan)
-        rows = finite_rows(products, plan.scale_state.scale.ndim)
-
-        def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
-            direction, passed = pull(weights)
-            # A row that overflowed is to blame for what comes after it.
-            return direction, rows & (passed | ~rows.all())
-
-        return Observation(values, products=products, pullback=pullback, carried=carried)
+        return Observation(values, products=products, pullback=partial(pull, last=True), carried=carried)
 
     def check(plan: Plan) -> None:
         if plan.kind.features is None:
@@ -183,11 +176,3 @@ def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
         return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
 
     return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows
-
-
-def finite_rows(products: Products, flags: int) -> Tensor:
-    """Which rows have finite inner products with themselves: bool `[m]`, or, for 0 flags, `[]`, whether all have."""
-    parts = [products] if isinstance(products, Tensor) else list(products.values())
-    squares = [own if own.ndim == 1 else own.diagonal() for own in parts]
-    largest = squares[0] if len(squares) == 1 else reduce(torch.maximum, squares)
-    return (largest if flags else largest.amax()) < torch.inf

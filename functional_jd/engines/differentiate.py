@@ -10,11 +10,12 @@ from torch import Tensor
 from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
 from functional_jd.core.types import Direction, LossFunction, Params
-from functional_jd.engines.by_name import finite_rows, rows_at_once
+from functional_jd.engines.by_name import rows_at_once
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import check_losses, check_weights, is_differentiable, objective_count
 from functional_jd.engines.gramian.products import crossed_leaf
 from functional_jd.engines.kinds import found_kind, kind_of
+from functional_jd.engines.kinds.kind import finite_rows
 from functional_jd.engines.plan import Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier, unscale, zeros_unless

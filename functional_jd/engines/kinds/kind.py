@@ -1,7 +1,7 @@
 """What an engine must know of a kind of objectives, and what a kind does not say of itself, from its rows."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -188,3 +188,11 @@ def products_and_pullback(rows: Tree, needed: str, groups: Any) -> tuple[Product
         whole = tree_map(at_least_float32, rows)
         products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
         return products, partial(combined, whole)
+
+
+def finite_rows(products: Products, flags: int) -> Tensor:
+    """Which rows have finite inner products with themselves: bool `[m]`, or, for 0 flags, `[]`, whether all have."""
+    parts = [products] if isinstance(products, Tensor) else list(products.values())
+    squares = [own if own.ndim == 1 else own.diagonal() for own in parts]
+    largest = squares[0] if len(squares) == 1 else reduce(torch.maximum, squares)
+    return (largest if flags else largest.amax()) < torch.inf

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import combined, products_of_rows
-from functional_jd.aggregation.views import gramian as gramian_of
+from functional_jd.aggregation.combine import products_of_rows
 from functional_jd.core.foreach import times
 from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
@@ -34,6 +33,7 @@ from functional_jd.engines.kinds.kind import (
     FoundWeighted,
     Kind,
     Pullback,
+    finite_rows,
 )
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.engines.row_vjps import (
@@ -42,7 +42,6 @@ from functional_jd.engines.row_vjps import (
     by_mode,
     by_output,
     common_inverse,
-    common_scale,
     dense,
     gradients_one_by_one,
     jacobian_rows,
@@ -109,30 +108,14 @@ def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
 
 
 def features(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
-    """Rows with respect to the features, and one pass through the trunk for their weighted sum."""
+    """Products of rows with respect to the features, and one pass through the trunk for their weighted sum."""
     point = _evaluate(losses, args, plan)
-    scales, sums, rows = _parted(point, plan)
-    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    reached = [at_least_float32(row) for row in rows if row is not None]
-    if any(row.is_complex() for row in reached):
+    if any(x.is_complex() for x in point.trunk.outputs):
         raise ValueError(
             f"{here()}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
             "engine='jacobian'."
         )
-    products = gramian_of(reached) if reached else torch.zeros_like(scales.diag(), dtype=torch.float64)
-    own = [at_least_float32(g) for g in dense(sums, point.own[0])]
-    heads, heads_finite = tree_unflatten(point.own[1], own), all_finite(own)
-
-    def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
-        common = common_scale(weights, scales, plan)
-        own = (weights.double() * common).to(weights.dtype)
-        summed = iter(combined(reached, own, wide=True))
-        pairs = zip(rows, point.trunk.outputs, strict=True)
-        cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
-        trunk, finite = unscaled(common, dense(point.trunk.pullback(cotangent, last=True), point.shared[0]), plan)
-        direction = {"shared": tree_unflatten(point.shared[1], trunk), "heads": heads}
-        return direction, heads_finite & (all_finite(trunk) if finite is None else finite)
-
+    products, pullback = _by_features(point, plan, "gramian")
     return products, *point.heads.extra, pullback
 
 
@@ -141,7 +124,7 @@ def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
     point = _evaluate(losses, args, plan)
     below, above, (shared, shared_structure), (own, own_structure), _ = point
     if plan.scale is not None and plan.scale.ndim and not any(x.is_complex() for x in below.outputs):
-        return *above.extra, _weighted_by_scales(point, plan)
+        return *above.extra, _by_features(point, plan, "magnitudes")[1]
     m, of_heads = element_count(above.outputs), []
 
     # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
@@ -160,21 +143,24 @@ def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
     return *above.extra, pullback
 
 
-def _weighted_by_scales(point: _Point, plan: Plan) -> Pullback:
-    """The pullback of weights, if each loss has a scale: the heads and the features take it, one loss after the other,
-    and show which overflow. The trunk takes one pass at a common scale, whose overflow has no owner.
+def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullback]:
+    """What `products_of_rows` gives of the rows by feature, and the pullback of weights. The heads and the features
+    take the scale of each loss, one loss after the other, and show which overflow. The trunk takes one pass at a common
+    scale, whose overflow has no owner.
     """
-    scales, sums, rows = _parted(point, plan, sums_finite=False)
+    scales, sums, rows = _parted(point, plan)
     heads, (shared, structure) = _heads(point, sums, plan), point.shared
     reached, found_structure = tree_flatten([row for row in rows if row is not None])
-    largest, pull = scales, lambda _: []
+    products, pull = torch.zeros_like(scales.diag() if needed == "gramian" else scales), lambda _: []
     if reached:
-        largest, pull = products_of_rows(reached, found_structure, "magnitudes")
-    rows_finite = largest < torch.inf
+        products, pull = products_of_rows(reached, found_structure, needed)
+    if needed == "gramian":
+        products = products.double() if plan.scale is None else products / (scales[:, None] * scales.double())
+    rows_finite = finite_rows(products, 0 if plan.scale is None else plan.scale.ndim)
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
         check_weights(weights, len(scales))
-        own = weights.to(torch.promote_types(largest.dtype, scales.dtype)) / scales
+        own = weights.to(torch.promote_types(products.dtype, scales.dtype)) / scales
         inverse = common_inverse(own)
         summed = iter(pull(own / inverse))
         pairs = zip(rows, point.trunk.outputs, strict=True)
@@ -184,7 +170,7 @@ def _weighted_by_scales(point: _Point, plan: Plan) -> Pullback:
         direction = {"shared": tree_unflatten(structure, trunk), "heads": heads}
         return direction, torch.where(rows_finite.all(), all_finite(direction), rows_finite)
 
-    return pullback
+    return products, pullback
 
 
 def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False) -> _Point:
@@ -242,9 +228,9 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
             )
 
 
-def _parted(point: _Point, plan: Plan, *, sums_finite: bool = True) -> tuple[Tensor, Rows, Rows]:
+def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature. With a scale each,
-    a loss whose gradient by the heads is not finite has NaN there, and is left out of `sums_finite`.
+    a loss whose gradient by the heads is not finite has NaN there, and is left out of their sum.
     """
     above, n_heads = point.heads, len(point.own[0])
     factors = row_scales(plan, element_count(above.outputs), above.outputs[0])
@@ -270,7 +256,7 @@ def _parted(point: _Point, plan: Plan, *, sums_finite: bool = True) -> tuple[Ten
         largest = None
         if plan.scale is not None:
             blames = each and any(z is not None for row in features for z in row)
-            mine, largest = _without_scale(mine, factors, blames if each else None, masked=sums_finite)
+            mine, largest = _without_scale(mine, factors, blames if each else None)
         sums: Rows = [None] * n_heads
         for own in mine:
             for index, g in enumerate(own):
@@ -288,11 +274,9 @@ def _parted(point: _Point, plan: Plan, *, sums_finite: bool = True) -> tuple[Ten
         return factors, *by_mode(mode, together, one_by_one, plan)
 
 
-def _without_scale(
-    gradients: list[Rows], factors: Tensor, blames: bool | None, *, masked: bool
-) -> tuple[list[Rows], Tensor | None]:
+def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) -> tuple[list[Rows], Tensor | None]:
     """The gradients of the heads, loss by loss, divided by their scales `[m]`; all by one if `blames` is None. If it is
-    true, the magnitudes, and `masked` zeros for a loss whose gradient is not finite, which the sum could not tell.
+    true, the magnitudes, and zeros for a loss whose gradient is not finite, which the sum could not tell.
     """
     found = [at_least_float32(g) for row in gradients for g in row if g is not None]
     if not found:
@@ -312,7 +296,7 @@ def _without_scale(
         if blames:
             apart = [] if alike else [magnitudes(own[None]) for own in joined.split(sizes)]
             largest = torch.cat(apart) if apart else magnitudes(joined)
-            joined = torch.where(by_element(largest < torch.inf), joined, 0) if masked else joined
+            joined = torch.where(by_element(largest < torch.inf), joined, 0)
         parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
     rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
     return [[None if g is None else next(rest) for g in row] for row in gradients], largest
