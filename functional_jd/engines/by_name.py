@@ -10,11 +10,10 @@ from functional_jd.aggregation.combine import combined
 from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.core.arguments import check_integer, check_option, here
-from functional_jd.core.heads import of_groups
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Jacobian, Losses
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.kinds.kind import FoundJacobian, finite_rows, gramian_from_rows
+from functional_jd.engines.kinds.kind import FoundJacobian, gramian_from_rows
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import nan_rows_unless, unscale
 
@@ -166,13 +165,3 @@ def checked(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor | None]:
         return jacobian, None
     rows, finite = unscale(torch.ones_like(plan.scale_state.scale), jacobian)
     return rows if plan.guarded else nan_rows_unless(finite, rows), finite
-
-
-def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
-    """Inner products with zeros for rows that overflowed, for all if one scale serves all, and flags of the others."""
-    rows = finite_rows(products, flags)
-
-    def masked(own: Tensor) -> Tensor:
-        return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
-
-    return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows

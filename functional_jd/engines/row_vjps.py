@@ -245,7 +245,8 @@ def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tu
     check_weights(weights, m)
     if plan.scale is not None:
         weights = weights.to(widest(outputs[0].device))
-        common = common_scale(weights, row_scales(plan, m, outputs[0]), plan)
+        scales = row_scales(plan, m, outputs[0])
+        common = _common_scale(weights, scales) if plan.scale.ndim else scales[0]
         weights = weights * common
     return by_output(outputs, weights), common
 
@@ -258,12 +259,8 @@ def by_output(outputs: list[Tensor], numbers: Tensor) -> list[Tensor]:
     return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)]
 
 
-def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
-    """The scale `[]` of one backward pass: the one for all, or the largest power of two S with
-    `|weights_i| S <= scale_i` for all i, which divides exactly.
-    """
-    if plan.scale is None or not plan.scale.ndim:
-        return scales[0]
+def _common_scale(weights: Tensor, scales: Tensor) -> Tensor:
+    """The largest power of two S `[]` with `|weights_i| S <= scale_i` for all i, which divides exactly."""
     largest = common_inverse(weights / scales).reciprocal()
     if under_transform():  # torch 2.11 has no batching rule for views with another dtype
         return largest / (2 * torch.frexp(largest).mantissa)

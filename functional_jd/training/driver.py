@@ -14,10 +14,11 @@ from functional_jd.core.arguments import check_flag, check_function, check_type,
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, any_sharded, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, LossFunction, Params, Tree, Weights
-from functional_jd.engines.by_name import ENGINES, without_overflow
+from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of, losses_of_shards
+from functional_jd.engines.kinds.kind import without_overflow
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
 from functional_jd.optimizers.base import Optimizer, check_optimizer

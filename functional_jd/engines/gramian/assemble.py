@@ -11,7 +11,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.gramian.layers import Factors
-from functional_jd.engines.gramian.products import products_of_leaves, weighted_parts
+from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, parts_of
 from functional_jd.engines.plan import LeafGroup, Plan
 from functional_jd.engines.row_vjps import Rows, unscaled_rows
@@ -75,26 +75,31 @@ def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cot
 def gramian_of_uses(
     recording: Recording, rows: Rows, leaves: list[Tensor], structure: Structure, m: int, plan: Plan
 ) -> tuple[Any, Callable[[Any], Direction]]:
-    """The Gramian of all leaves, or what `plan.products` says, and the pullback of weights to a direction: from the
-    scaled rows by end and, behind them, by leaf.
+    """The Gramian of all leaves, or what `plan.products` says, and the pullback of weights to a direction, but for
+    factors: from the scaled rows by end and, behind them, by leaf.
     """
     n = len(recording.ends)
     if plan.examples:  # one example after the other
         rows = [g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(rows)]
-    if plan.scale is not None:  # the direction of what was unscaled is at least float32
+    if plan.scale is not None:
         rows = unscaled_rows(rows, plan.scale)
-        leaves = [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
+    leaves = like_direction(leaves, plan)
     by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[n:]]
     with autocast_disabled():
         for leaf, part in parts_of(recording, rows[:n]):
             by_leaf[leaf].append(part)
         if plan.products == "factors":
-            products, pull = by_leaf, partial(weighted_parts, by_leaf, leaves, m)
-        elif plan.groups is None:
+            return by_leaf, lambda _: ()
+        if plan.groups is None:
             products, pull = products_of_leaves(by_leaf, leaves, m, plan.products)
         else:
             products, pull = _products_by_group(by_leaf, leaves, m, plan.groups)
     return products, lambda weights: tree_unflatten(structure, pull(weights))
+
+
+def like_direction(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
+    """Tensors in the shapes and dtypes of the direction: of what was unscaled it is at least float32."""
+    return leaves if plan.scale is None else [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
 
 
 def _products_by_group(

@@ -60,20 +60,6 @@ def _weighted(side: Tensor, weights: Tensor, *, alone: bool) -> Tensor:
     return side * weights[:, None, None, None]
 
 
-def weighted_parts(
-    parts: Sequence[Sequence[Factors | Tensor]], leaves: Sequence[Tensor], m: int, weights: Tensor
-) -> list[Tensor]:
-    """The weighted sums of the rows of all leaves, each of which are the sum of its parts."""
-
-    def weighted(part: Factors | Tensor, leaf: Tensor) -> Tensor:
-        if isinstance(part, Factors):
-            return weighted_sum_of_factors(part, weights, leaf, m)
-        return combined(part, weights, leaf)
-
-    zip_leaves = zip(parts, leaves, strict=True)
-    return [sum((weighted(part, leaf) for part in own), start=torch.zeros_like(leaf)) for own, leaf in zip_leaves]
-
-
 def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
     """The rows `[m, *p]`, multiplied out."""
     left, right = _in_float32(f)

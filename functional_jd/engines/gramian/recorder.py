@@ -203,8 +203,9 @@ def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[t
     for leaf, end, form, given, transposed in recording.uses:
         if (gradient := gradients[end]) is not None:
             made = form(recording.sources[end], gradient, given)
-            flip = transposed and isinstance(made, Factors)
-            parts.append((leaf, Factors(made.right, made.left) if flip else made))
+            if transposed and isinstance(made, Factors):
+                made = Factors(made.right, made.left)
+            parts.append((leaf, made))
     return parts
 
 

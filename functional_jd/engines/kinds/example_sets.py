@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.tree import floating_leaves, tree_map
+from functional_jd.core.tree import floating_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Losses, Params
 from functional_jd.engines.evaluate import row_scales
+from functional_jd.engines.gramian.assemble import like_direction
 from functional_jd.engines.gramian.products import crossed_leaf, products_of_leaves
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, Kind
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE, weighted
@@ -40,27 +41,28 @@ def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
     found = {name: examples_gramian(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = losses.counts(args[1:])
     parts: dict[str, Any] = {name: result[0] for name, result in found.items()}
-    leaves, _ = floating_leaves(args[0])
+    leaves, structure = floating_leaves(args[0])
+    leaves = like_direction(leaves, plan)
 
     def across(a: str, b: str) -> Tensor:
         pairs = zip(parts[a], parts[b], leaves, strict=True)
         return reduce(torch.add, [crossed_leaf(*pair, counts[a], counts[b]) for pair in pairs])
 
     with autocast_disabled():
-        own = {name: products_of_leaves(parts[name], leaves, m, plan.products)[0] for name, m in counts.items()}
+        own = {name: products_of_leaves(parts[name], leaves, m, plan.products) for name, m in counts.items()}
         if plan.products == "norms":
-            products = torch.cat(list(own.values()))
+            products = torch.cat([squares for squares, _ in own.values()])
         else:
-            blocks = {(name, name): block for name, block in own.items()}
+            blocks = {(name, name): block for name, (block, _) in own.items()}
             for a, b in combinations(counts, 2):
                 blocks[a, b] = across(a, b)
                 blocks[b, a] = blocks[a, b].mT
             products = torch.cat([torch.cat([blocks[a, b] for b in counts], dim=1) for a in counts])
 
     def pullback(weights: Tensor) -> Direction:
-        pieces = weights.split(list(counts.values()))
-        directions = [pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)]
-        return tree_map(lambda *leaves: reduce(torch.add, leaves), *directions)
+        pieces = zip(own.values(), weights.split(list(counts.values())), strict=True)
+        directions = zip(*[pull(piece) for (_, pull), piece in pieces], strict=True)
+        return tree_unflatten(structure, [reduce(torch.add, own) for own in directions])
 
     return products, *_joined(losses, found, plan), pullback
 

@@ -11,7 +11,7 @@ from functional_jd.aggregation.combine import combine, combined, products_of_row
 from functional_jd.aggregation.observation import Products
 from functional_jd.aggregation.views import gramian_of_leaves, norms
 from functional_jd.core.float64 import has_float64
-from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
+from functional_jd.core.heads import direction_with_heads, nan_unless_finite, of_groups, split_heads
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
@@ -146,7 +146,7 @@ def gramian_from_rows(found: FoundJacobian, plan: Plan) -> FoundGramian:
     jacobian, values, aux = found
     rows, heads = split_heads(jacobian)
     if plan.products == "factors":
-        return [[leaf] for leaf in tree_leaves(rows)], values, aux, partial(combine, rows)
+        return [[leaf] for leaf in tree_leaves(rows)], values, aux, lambda _: ()
     products, pull = products_and_pullback(rows, plan.products, plan.groups)
     if not heads:
         return products, values, aux, pull
@@ -188,6 +188,16 @@ def products_and_pullback(rows: Tree, needed: str, groups: Any) -> tuple[Product
         whole = tree_map(at_least_float32, rows)
         products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
         return products, partial(combined, whole)
+
+
+def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
+    """Inner products with zeros for rows that overflowed, for all if one scale serves all, and flags of the others."""
+    rows = finite_rows(products, flags)
+
+    def masked(own: Tensor) -> Tensor:
+        return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
+
+    return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows
 
 
 def finite_rows(products: Products, flags: int) -> Tensor:

@@ -182,31 +182,27 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
     shared, shared_structure = floating_leaves(shared_params, part=" (shared)")
     # Heads may be losses only, without a parameter of their own.
     own, own_structure = floating_leaves(heads_params, part=" (heads)", some=False)
-    inside: list[Tensor] = []
+    inside: list[Any] = []
 
     def trunk(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
         recorder = record and record(inputs)
-        inside[:] = inputs if recorder is None else [*inputs, *recorder.constants]
         found = called(losses.features, (tree_unflatten(shared_structure, inputs), *batch), plan, recorder)
-        through = found.features if isinstance(found, FeaturesAndBuffers) else found
-        return [x for x in tree_leaves(through) if _has_gradient(x)], found
+        through = tree_leaves(found.features if isinstance(found, FeaturesAndBuffers) else found)
+        inside[:] = [len(through), inputs if recorder is None else [*inputs, *recorder.constants]]
+        return [x for x in through if _has_gradient(x)], found
 
     below, recording = recorded(trunk, shared, plan) if record else (vjp(trunk, shared, plan), None)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        found: Any = below.extra
-        carried: list[Tensor] = []
-        features = found.features if isinstance(found, FeaturesAndBuffers) else found
-        leaves, structure = tree_flatten(features)
+        n, points = inside  # behind n features there are buffers
+        leaves, structure = tree_flatten(below.extra)
         rest = iter(inputs[len(own) :])
-        features = tree_unflatten(structure, [next(rest) if _has_gradient(x) else x for x in leaves])
-        if isinstance(found, FeaturesAndBuffers):
-            features = FeaturesAndBuffers(features, found.buffers)
-            carried = [x for x in tree_leaves(found.buffers) if isinstance(x, Tensor) and x.requires_grad]
+        leaves[:n] = [next(rest) if _has_gradient(x) else x for x in leaves[:n]]
         mine = tree_unflatten(own_structure, inputs[: len(own)])
-        outputs, extra = evaluate_losses(losses.heads, (mine, features, *batch), plan)
+        outputs, extra = evaluate_losses(losses.heads, (mine, tree_unflatten(structure, leaves), *batch), plan)
         if below.inputs:  # a graph of plain autograd
-            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], inside)
+            carried = [x for x in leaves[n:] if isinstance(x, Tensor) and x.requires_grad]
+            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], points)
         return outputs, extra
 
     looped = plan.mode in ("auto", "loop")

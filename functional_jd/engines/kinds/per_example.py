@@ -191,12 +191,11 @@ def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
 
 
 def _unless_empty(of_examples: Callable[..., Any], of_others: Callable[..., Any]) -> Callable[..., Any]:
-    """How an engine differentiates examples, or, where there are none, what takes their place."""
+    """How an engine differentiates examples, or, where there are none, what the losses return instead."""
 
-    def differentiated(losses: PerExample, args: Args, *how: Any) -> Any:
-        if losses.without_examples is None or losses.count(args[1:]):
-            return of_examples(losses, args, *how)
-        return of_others(losses.without_examples, args, *how)
+    def differentiated(losses: PerExample, args: Args, plan: Plan) -> Any:
+        empty = losses.without_examples is not None and not losses.count(args[1:])
+        return (of_others if empty else of_examples)(losses, args, plan)
 
     return differentiated
 

@@ -12,8 +12,8 @@ from functional_jd.engines.gramian.products import (
     Factors,
     column_groups,
     one_use,
+    products_of_leaves,
     rows_of_factors,
-    weighted_parts,
     weighted_sum_of_factors,
 )
 
@@ -86,14 +86,14 @@ def test_several_uses_are_the_sum_of_their_rows(sides):
     joined = one_use([one, other])
     assert [len(side) for side in joined] == [max(pair) for pair in zip(*sides, strict=True)]
     check_within(rows_of_factors(joined, leaf, M), expected, bound(one, expected))
-    both = weighted_parts([[one, by_hand(other, leaf)]], [leaf], M, WEIGHTS)[0]
+    both = products_of_leaves([[one, by_hand(other, leaf)]], [leaf], M)[1](WEIGHTS)[0]
     check_within(both, torch.einsum("m,m...->...", WEIGHTS, expected), 8 * bound(one, expected))
 
 
 def test_rows_of_another_dtype_are_added_in_the_wider_one():
     leaf, rows = torch.zeros(2, dtype=torch.float64), torch.tensor([[1.0, 2.0]] * M)
     small = torch.tensor([1.0, 2.0**-40, 0.0], dtype=torch.float64)
-    assert weighted_parts([[rows]], [leaf], M, small)[0].tolist() == [1 + 2.0**-40, 2 + 2.0**-39]
+    assert products_of_leaves([[rows]], [leaf], M)[1](small)[0].tolist() == [1 + 2.0**-40, 2 + 2.0**-39]
 
 
 @pytest.mark.parametrize(("o", "i"), [(2, 7), (7, 2)])
