@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.views import View
 from functional_jd.core.tree import tree_leaves
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 from functional_jd.torch_compat.recomputation import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
 
 if TYPE_CHECKING:
-    from functional_jd.engines.kinds.kind import Kind
+    from functional_jd.aggregation.views import View
     from functional_jd.engines.plan import Plan
     from functional_jd.engines.vjp import Vjp
 
@@ -54,11 +53,11 @@ _LAYERS = 16
 
 
 def choose_engine(
-    view: View,
+    view: "View",
     m: int,
     leaves: Sequence[Tensor],
     batch: tuple[Any, ...],
-    kind: "Kind",
+    kind: Any,
     *,
     sharded: bool = False,
 ) -> EngineChoice:

@@ -5,10 +5,9 @@ from typing import Any
 
 from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.engines.evaluate import select_arguments
-from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
+from functional_jd.engines.kinds.examples import EXAMPLE_SETS, PER_EXAMPLE
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.multitask import MULTITASK
-from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.kinds.shards import sharded
 from functional_jd.objectives import ExampleSets, Multitask, PerExample, Sharded
