@@ -40,9 +40,9 @@ class PerExample(Declared):
             return torch.vmap(self.loss, in_dims=dims, randomness="different")(params, *batch)
         journal = StateJournal()
 
-        def watched(*given: Any, alone: bool = False) -> Any:
+        def watched(*given: Any) -> Any:
             with journal.watch(examples=True):
-                result = self.of_one(*given) if alone else self.loss(*given)
+                result = self.loss(*given)
             check_example_aux(result)
             return result
 
@@ -50,10 +50,16 @@ class PerExample(Declared):
             return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
 
         def one_by_one() -> Losses:
-            return stacked([watched(params, *example, alone=True) for example in self.examples(batch)])
+            with journal.watch(examples=True):
+                return self.one_by_one(params, *batch)
 
         instead = "evaluates one example after the other"
         return attempt(together, one_by_one, instead=instead, journal=journal)
+
+    def one_by_one(self, params: Params, *batch: Tree) -> Losses:
+        results = [self.of_one(params, *example) for example in self.examples(batch)]
+        check_example_aux(results)
+        return stacked(results)
 
     def of_one(self, params: Params, *example: Tree) -> Any:
         try:
@@ -66,13 +72,6 @@ class PerExample(Declared):
                 f"modules that expect a batch, make it one: x.unsqueeze(0).{by_name}"
             )
             raise
-
-    def one_by_one(self, params: Params, *batch: Tree) -> Losses:
-        return stacked([self.of_one(params, *example) for example in self.examples(batch)])
-
-    def counts(self, batch: tuple[Tree, ...]) -> dict[str, int]:
-        """Return the number of examples, as `ExampleSets` does."""
-        return {"": self.count(batch)}
 
     @property
     def where(self) -> str:

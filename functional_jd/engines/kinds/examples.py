@@ -120,7 +120,9 @@ def weighted(losses: PerExample | ExampleSets, args: Args, plan: Plan) -> FoundW
     before = [] if compiling else random_state()
     point = evaluated(losses)
     after = [] if compiling else random_state()
-    check_example_losses(point.outputs, *losses.counts(tuple(batch)).values())
+    several = isinstance(losses, ExampleSets)
+    counts = losses.counts(tuple(batch)).values() if several else [losses.count(tuple(batch))]
+    check_example_losses(point.outputs, *counts)
 
     def pullback(cotangent: Cotangent, *, last: bool = False) -> list[Tensor | None]:
         batched = partial(point.pullback, cotangent, last=last)

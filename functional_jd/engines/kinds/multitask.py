@@ -86,10 +86,14 @@ def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
 
 
 def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
-    """The heads' gradient, in their dtypes without a scale."""
+    """The heads' gradient, in their dtypes without a scale; divided by a scale that all losses share."""
     own, structure = point.own
-    pairs = zip(dense(sums, own), own, strict=True)
-    found = [g.to(x.dtype) if plan.scale is None else at_least_float32(g) for g, x in pairs]
+    found = dense(sums, own)
+    if plan.scale is None:
+        return tree_unflatten(structure, [g.to(x.dtype) for g, x in zip(found, own, strict=True)])
+    found = list(map(at_least_float32, found))
+    if found and not plan.scale.ndim:
+        found = times(found, inverse_of(plan.scale, found[0].dtype))
     return tree_unflatten(structure, found)
 
 
@@ -226,7 +230,7 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
 
 def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature. With a scale each,
-    a loss whose gradient by the heads is not finite has NaN there, and is left out of their sum.
+    the heads' is divided by them, and a loss for which it is not finite has NaN as rows, and is left out of the sum.
     """
     above, n_heads = point.heads, len(point.own[0])
     factors = row_scales(plan, element_count(above.outputs), above.outputs[0])
@@ -234,13 +238,15 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
     def together() -> Parted:
         rows = jacobian_rows(above, factors, plan._replace(mode="vmap"))
         heads, features = rows[:n_heads], rows[n_heads:]
-        heads = heads if plan.scale is None else unscaled_rows(heads, plan.scale)
-        present = [as_matrix(row) for row in heads if row is not None]
-        if each and present and any(row is not None for row in features):
-            largest = torch.stack(list(map(magnitudes, present))).amax(0)
-            finite = largest < torch.inf
-            heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
-            features = blamed(largest, features)
+        if each:
+            heads = unscaled_rows(heads, factors)
+            present = [as_matrix(row) for row in heads if row is not None]
+            if present and any(row is not None for row in features):
+                largest = torch.stack(list(map(magnitudes, present))).amax(0)
+                heads = [
+                    None if row is None else torch.where(per_row(largest < torch.inf, row), row, 0) for row in heads
+                ]
+                features = blamed(largest, features)
         return [None if row is None else at_least_float32(row).sum(0) for row in heads], features
 
     def one_by_one() -> Parted:
@@ -250,9 +256,9 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
             mine.append(gradient[:n_heads])
             features.append(gradient[n_heads:])
         largest = None
-        if plan.scale is not None:
-            blames = each and any(z is not None for row in features for z in row)
-            mine, largest = _without_scale(mine, factors, blames if each else None)
+        if each:
+            blames = any(z is not None for row in features for z in row)
+            mine, largest = _without_scales(mine, factors, blames=blames)
         sums: Rows = [None] * n_heads
         for own in mine:
             for index, g in enumerate(own):
@@ -266,39 +272,36 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
     mode = choose_heads(above, point.own[0], len(factors), plan)
     with autocast_disabled():
         if mode == "apart":
-            return factors, *_heads_apart(above, n_heads, factors, plan)
+            return factors, *_heads_apart(above, n_heads, factors)
         return factors, *by_mode(mode, together, one_by_one, plan)
 
 
-def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) -> tuple[list[Rows], Tensor | None]:
-    """The gradients of the heads, loss by loss, divided by their scales `[m]`; all by one if `blames` is None. If it is
-    true, the magnitudes, and zeros for a loss whose gradient is not finite, which the sum could not tell.
+def _without_scales(gradients: list[Rows], factors: Tensor, *, blames: bool) -> tuple[list[Rows], Tensor | None]:
+    """The gradients of the heads, loss by loss, divided by their scales `[m]`, in as few launches for many losses as
+    for one. With `blames` the magnitudes, and zeros for a loss whose gradient is not finite, which the sum could not
+    tell.
     """
     found = [at_least_float32(g) for row in gradients for g in row if g is not None]
     if not found:
         return gradients, None
+    sizes = [sum(g.numel() for g in row if g is not None) for row in gradients]
+    joined = torch.cat([g.reshape(-1) for g in found])
+    alike = len(set(sizes)) == 1
+    joined = joined.view(len(sizes), -1) if alike else joined
+
+    def by_element(numbers: Tensor) -> Tensor:
+        return numbers[:, None] if alike else torch.cat(list(map(Tensor.expand, numbers.unbind(), sizes)))
+
     largest = None
-    if blames is None:
-        parts: Sequence[Tensor] = times(found, inverse_of(factors[0], found[0].dtype))
-    else:  # in as few launches for many losses as for one
-        sizes = [sum(g.numel() for g in row if g is not None) for row in gradients]
-        joined = torch.cat([g.reshape(-1) for g in found])
-        alike = len(set(sizes)) == 1
-        joined = joined.view(len(sizes), -1) if alike else joined
-
-        def by_element(numbers: Tensor) -> Tensor:
-            return numbers[:, None] if alike else torch.cat(list(map(Tensor.expand, numbers.unbind(), sizes)))
-
-        if blames:
-            apart = [] if alike else [magnitudes(own[None]) for own in joined.split(sizes)]
-            largest = torch.cat(apart) if apart else magnitudes(joined)
-            joined = torch.where(by_element(largest < torch.inf), joined, 0)
-        parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
+    if blames:
+        largest = magnitudes(joined) if alike else torch.cat([magnitudes(own[None]) for own in joined.split(sizes)])
+        joined = torch.where(by_element(largest < torch.inf), joined, 0)
+    parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
     rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
     return [[None if g is None else next(rest) for g in row] for row in gradients], largest
 
 
-def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, plan: Plan) -> Parted:
+def _heads_apart(above: Vjp, n_heads: int, factors: Tensor) -> Parted:
     """The heads' gradient by one pass, and the features' rows by one pass from each loss, which is one number."""
     cotangent = by_output(above.outputs, factors)
     sums = above.pullback(cotangent, slice(n_heads)) if n_heads else []
@@ -306,8 +309,7 @@ def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, plan: Plan) -> Parte
         above.pullback([c if other == own else None for other, c in enumerate(cotangent)], slice(n_heads, None))
         for own in range(len(cotangent))
     ]
-    heads = sums if plan.scale is None else unscaled_rows(sums, plan.scale)
-    return heads, stack_rows(gradients, len(factors))
+    return sums, stack_rows(gradients, len(factors))
 
 
 def _has_gradient(value: Any) -> bool:
