@@ -12,7 +12,6 @@ from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.core.arguments import check_integer, check_option, here
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Jacobian, Losses
-from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.kinds.kind import FoundJacobian, gramian_from_rows
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import nan_rows_unless, unscale
@@ -61,14 +60,10 @@ def gramian_engine() -> Engine:
         ValueError: from `step` and `train_state`, for a rule with another view.
     """
 
-    def observe(plan: Plan) -> Observation:
-        plan = plan._replace(mode=gramian_mode())
-        return of_products(*plan.kind.gramian(plan.losses, plan.args, plan))
-
     def check(plan: Plan) -> None:
         require(plan, "gramian", serves=plan.view.inner_products_suffice, rules="inner products of rows")
 
-    return Engine(observe, check)
+    return Engine(lambda plan: of_products(*plan.kind.gramian(plan.losses, plan.args, plan)), check)
 
 
 def weighted_engine() -> Engine:

@@ -186,11 +186,6 @@ def choose_heads(point: "Vjp", own: Sequence[Tensor], m: int, plan: "Plan") -> s
     return choose_rows(point, m, plan)[0]
 
 
-def gramian_mode() -> str:
-    """How the Gramian engine differentiates rows: torch.compile tells gradients that are zero only under vmap."""
-    return "vmap" if torch.compiler.is_compiling() else "auto"
-
-
 def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
     """Whether the rows of each input are stacked by one call, or written one by one into preallocated memory.
 

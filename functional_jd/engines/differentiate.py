@@ -11,7 +11,6 @@ from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
 from functional_jd.core.types import Direction, LossFunction, Params
 from functional_jd.engines.by_name import rows_at_once
-from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import check_losses, check_weights, is_differentiable, objective_count
 from functional_jd.engines.gramian.products import crossed_leaf
 from functional_jd.engines.kinds import found_kind, kind_of
@@ -202,8 +201,7 @@ def _products_fn(
 
     def products_and_losses(*args: Any) -> FoundProducts:
         objectives, kind = found_kind(losses, argnums, args)
-        how: Any = {"products": needed, "argnums": argnums}
-        plan = Plan(has_aux, factor, is_differentiable((args, factor)), gramian_mode(), **how)
+        plan = Plan(has_aux, factor, is_differentiable((args, factor)), products=needed, argnums=argnums)
         products, values, aux, pull = kind.gramian(objectives, args, plan)
         finite = finite_rows(products, 0 if factor is None else factor.ndim)
 
@@ -313,8 +311,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         )
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
-        differentiable = is_differentiable((params, batch_a, batch_b, factor))
-        plan = Plan(False, factor, differentiable, gramian_mode(), products="factors")
+        plan = Plan(False, factor, is_differentiable((params, batch_a, batch_b, factor)), products="factors")
         (first, m), (second, k) = (_parts_of(losses, params, batch, plan) for batch in (batch_a, batch_b))
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))
         with autocast_disabled():

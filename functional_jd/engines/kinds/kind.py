@@ -91,9 +91,10 @@ class Kind(NamedTuple):
         layered = self.layered
         if layered is None or narrow:
             return by_rows()
-        if torch.compiler.is_compiling():  # torch.compile cannot trace a fallback that depends on what raises
+        # torch.compile cannot trace a fallback that depends on what raises, and tells zero gradients only under vmap.
+        if torch.compiler.is_compiling():
             try:
-                return layered(losses, args, plan)
+                return layered(losses, args, plan._replace(mode="vmap"))
             except RowsNeededError:
                 return by_rows()
         journal = StateJournal()
