@@ -10,7 +10,7 @@ from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, mlp, numbers
 
-from functional_jd import cross_gramian_fn, gramian_fn
+from functional_jd import cross_gramian_fn
 from functional_jd.engines.gramian import products
 from functional_jd.engines.gramian.products import Factors, crossed_leaf
 from functional_jd.objectives import Multitask, per_example
@@ -96,19 +96,6 @@ def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monke
         check_products(f(case.params, other, case.args), others, rows)
         if kind == "by_example":
             check_products(f(case.params, case.args, tuple(x[:3] for x in other)), rows, others[:3])
-
-
-@given(m=st.integers(1, 5), k=st.integers(1, 5), lean=st.booleans(), seed=st.integers(0, 9))
-def test_is_a_block_of_the_gramian_of_both_batches(m, k, lean, seed):
-    params = {"w": numbers(4, 3, seed=seed), "v": numbers(2, 4, seed=seed + 1)}
-    losses = per_example(lambda p, x: torch.tanh(F.linear(torch.tanh(F.linear(x, p["w"])), p["v"])).square().sum())
-    x = numbers(m + k, 3, seed=seed + 2)
-    with pytest.MonkeyPatch.context() as patch:
-        priced(patch, lean)
-        products = cross_gramian_fn(losses)(params, (x[:m],), (x[m:],))
-    gramian = gramian_fn(losses)(params, x)[0]
-    lengths = gramian.diagonal().sqrt()
-    check_within(products, gramian[:m, m:], 2**10 * eps() * lengths[:m, None] * lengths[m:])
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(64.0), scale_state(8.0)])

@@ -77,15 +77,6 @@ def test_rows_come_out_unscaled_with_a_flag_for_each_scale(kind, mode):
         same(by_leaf[:n_rows], [_times(kept, rows) for rows in expected[:n_rows]], rtol=1e-6, atol=1e-8)
 
 
-@every_kind
-@every_mode
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 100])
-def test_chunks_change_nothing(kind, mode, chunk_size):
-    case = kind(mlp())
-    jacobian, _ = jacobian_fn(case.losses, mode=mode, chunk_size=chunk_size)(case.params, *case.args)
-    same(jacobian, jacobian_of(case.losses, case.params, *case.args))
-
-
 Named = namedtuple("Named", ["z", "a"])
 
 
