@@ -17,17 +17,15 @@ from gramian_by_hand import (
     priced,
     single,
 )
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, leaves
 from torch import nn
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, MORE, WIDTH, Model, numbers
+from zoo import BATCH, MODELS, MORE, WIDTH, numbers
 
 from functional_jd import jacobian_fn
 from functional_jd.engines.gramian import assemble
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
-from functional_jd.engines.kinds import multitask, per_example, plain
+from functional_jd.engines.kinds import examples, multitask, plain
 
 F = nn.functional
 
@@ -64,7 +62,7 @@ def unrecorded(monkeypatch, case):
         return together(recording, rows, leaves, *given)
 
     with monkeypatch.context() as patch:
-        for kind in (plain, per_example, multitask):
+        for kind in (plain, examples, multitask):
             patch.setattr(kind, "gramian_of_uses", spy)
         found(case)
     assert len(seen) == 1
@@ -200,60 +198,6 @@ def test_frozen_unused_and_shared_norms(kind):
     fixed = numbers(3, seed=5)
     params = {"w": numbers(3, 3), "v": numbers(3, 3, seed=1), "idle": numbers(3)}
     case = KINDS[kind](model_of(predict, params))
-    agree(found(case), expectation(case))
-
-
-# Norms of every make
-
-
-@given(
-    op=st.sampled_from(["layer", "rms", "group", "batch", "instance"]),
-    spatial=st.lists(st.integers(2, 3), min_size=1, max_size=2),
-    groups=st.sampled_from([1, 2, 4]),
-    eps=st.sampled_from([1e-5, 0.5]),
-    stored=st.booleans(),
-    weight=st.booleans(),
-    kind=st.sampled_from(sorted(KINDS)),
-)
-def test_norms_of_every_make(op, spatial, groups, eps, stored, weight, kind):
-    assume(stored or op != "batch" or kind != "by_example")  # one example has no statistics of a batch
-    shape = (spatial[-1],) if op in ("layer", "rms") else (4,)
-    mean, var = numbers(4, seed=3), numbers(4, seed=4) ** 2 + 0.1
-    kept = (mean, var) if stored else (None, None)
-
-    def predict(params, x):
-        w, b = params["w"] if weight else None, params["b"]
-        y = {
-            "layer": lambda: F.layer_norm(x, shape, w, b, eps),
-            "rms": lambda: F.rms_norm(x, shape, params["w"], eps=eps),
-            "group": lambda: F.group_norm(x, groups, params["w"], b, eps=eps),
-            "batch": lambda: F.batch_norm(x, *kept, w, b, training=not stored, eps=eps),
-            "instance": lambda: F.instance_norm(x, *kept, weight=w, bias=b, use_input_stats=not stored, eps=eps),
-        }[op]()
-        y = torch.tanh(y).flatten(1)
-        return torch.stack([y.mean(1), (y**2).mean(1), y[:, 0]], 1)
-
-    params = {"w": numbers(*shape), "b": numbers(*shape, seed=1)}
-    case = KINDS[kind](Model(params, predict, numbers(BATCH, 4, *spatial, seed=2)))
-    agree(found(case), expectation(case))
-
-
-@given(
-    left=st.sampled_from([(), (1,), (3,), (2, 1), (2, 3), (1, 1, 3)]),
-    right=st.sampled_from([(), (1,), (3,), (2, 1), (2, 3), (1, 2, 1)]),
-    op=st.sampled_from(["mul", "add", "sub"]),
-    flipped=st.booleans(),
-    kind=st.sampled_from(sorted(KINDS)),
-)
-def test_scales_and_shifts_of_every_shape(left, right, op, flipped, kind):
-    other = numbers(*left, seed=4)
-
-    def predict(params, x):
-        y = x.mean(1).reshape(-1, *[1] * len(left)).expand(-1, *left) + other
-        rows = [getattr(torch, op)(*((params, z) if flipped else (z, params))) for z in y]
-        return torch.stack([torch.stack([z.mean(), (z**2).mean(), z.sum().sin()]) for z in rows])
-
-    case = KINDS[kind](Model(numbers(*right), predict, numbers(BATCH, 2, seed=2)))
     agree(found(case), expectation(case))
 
 
