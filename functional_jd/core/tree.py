@@ -1,13 +1,12 @@
 """Flattening and mapping of pytrees. The only module that imports optree.
 
-Dict keys are sorted, so two dicts with the same keys have the same structure, whatever their insertion order. The
-leaves of an `OrderedDict` are sorted too; its insertion order is a part of the structure, and is kept. A class is a
-container if it is registered with torch's pytree or with optree's namespace `"functional_jd"`.
+Dict keys are sorted, so two dicts with the same keys have the same structure, whatever their insertion order. An
+`OrderedDict` keeps its order. A class is a container if it is registered with torch's pytree or with optree's namespace
+`"functional_jd"`.
 """
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import optree
@@ -37,12 +36,7 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
     if kinds == _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
-        # A container of leaves only, which most are, tells by its type; a hash of all nodes takes longer than the rest.
-        flat = structure.num_nodes <= structure.num_leaves + 1 and structure.type is not OrderedDict
-        order = None if flat else _order(structure)
-        if order is not None:
-            leaves = [leaves[index] for index in order]
-        return leaves, (structure, None, order)  # pyright: ignore[reportReturnType]
+        return leaves, (structure, None)  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
     return tree_flatten(tree)
@@ -50,22 +44,17 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
 
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     """Build the pytree with this structure and these leaves."""
-    spec, empty, order = structure
+    spec, empty = structure
     if empty is not None:
         rest = iter(leaves)
         leaves = [next(rest) if kind is None else kind() for kind in empty]
-    if order is not None:
-        found = dict(zip(order, leaves, strict=True))
-        leaves = [found[index] for index in range(len(found))]
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
     """Return the leaves of a pytree that must have this structure (dicts match by key); ValueError for another one."""
-    spec, empty, order = structure
+    spec, empty = structure
     leaves = spec.flatten_up_to(tree)
-    if order is not None:
-        leaves = [leaves[index] for index in order]
     if empty is None:
         return leaves
     for leaf, kind in zip(leaves, empty, strict=True):
@@ -142,10 +131,8 @@ def tree_names(tree: Tree) -> list[str]:
     single tensor is named `"value"`.
     """
     leaves, structure = tree_flatten(tree)
-    spec, empty, order = structure
+    spec, empty = structure
     names = [".".join(map(str, path)) or "value" for path in spec.paths()]
-    if order is not None:
-        names = [names[index] for index in order]
     if empty is not None:
         names = [name for name, kind in zip(names, empty, strict=True) if kind is None]
     for name, node in named_nodes(structure, len(leaves)):  # paths of optree have indices in the place of fields
@@ -267,22 +254,13 @@ def _cure(params: Tree, leaf: Any) -> str:
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     """Flatten under torch.compile, which fails on empty dicts: they become leaves that are left out."""
     _register_all_with_optree()
-    ordered: list[bool] = []
-
-    def is_leaf(node: Any) -> bool:
-        if type(node) is OrderedDict:
-            ordered.append(True)
-        return isinstance(node, dict) and not node
-
+    is_leaf = lambda node: isinstance(node, dict) and not node
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
-    order = _sorted_order(spec) if ordered else None
-    if order is not None:
-        leaves = [leaves[index] for index in order]
     empty = tuple([type(leaf) if isinstance(leaf, dict) else None for leaf in leaves])
     if not any(empty):
-        return leaves, (spec, None, order)  # pyright: ignore[reportReturnType]
+        return leaves, (spec, None)  # pyright: ignore[reportReturnType]
     kept = [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
-    return kept, (spec, empty, order)  # pyright: ignore[reportReturnType]
+    return kept, (spec, empty)  # pyright: ignore[reportReturnType]
 
 
 class Position:
@@ -290,27 +268,6 @@ class Position:
 
     def __init__(self, index: int):
         self.index = index
-
-
-@lru_cache(maxsize=512)  # by structure: a walk through all nodes would take longer than the rest of a flattening
-def _order(spec: Any) -> tuple[int, ...] | None:
-    """Return where optree puts the sorted leaves, if the structure has an `OrderedDict`."""
-    kinds: set[type] = set()
-    spec.walk(range(spec.num_leaves), lambda kind, *_: kinds.add(kind))
-    return _sorted_order(spec) if OrderedDict in kinds else None
-
-
-def _sorted_order(spec: Any) -> tuple[int, ...]:
-    """Return where optree, which leaves the keys of an `OrderedDict` as they were inserted, puts the sorted leaves."""
-    positions = optree.tree_unflatten(spec, [Position(index) for index in range(spec.num_leaves)])
-    return tuple([position.index for position in optree.tree_leaves(_as_dicts(positions), namespace=NAMESPACE)])
-
-
-def _as_dicts(tree: Tree) -> Tree:
-    """Return the tree with a dict in the place of each `OrderedDict`."""
-    is_ordered = lambda node: type(node) is OrderedDict
-    as_dict = lambda node: {key: _as_dicts(x) for key, x in node.items()} if is_ordered(node) else node
-    return optree.tree_map(as_dict, tree, is_leaf=is_ordered, namespace=NAMESPACE)
 
 
 @constant_while_tracing
