@@ -26,11 +26,80 @@ from garbage import EVERYTHING, Call
 
 import functional_jd as jd
 
+# What is valid beside the numbers below, by the name of the parameter, and where a rule differs.
+FINE = {
+    **dict.fromkeys(("alpha", "beta", "c", "decay", "gamma", "lambda_", "pull", "rho", "ridge"), NOT_NEGATIVE),
+    **dict.fromkeys(("tau", "theta", "tolerance", "beta_sigma", "gamma_sigma", "momentum"), NOT_NEGATIVE),
+    **dict.fromkeys(("damping", "max_norm", "mu", "rate", "temperature"), POSITIVE),
+    **dict.fromkeys(("leak", "preference", "reference"), OPTION),
+    **dict.fromkeys(("on_host", "relative"), SWITCH),
+    **dict.fromkeys(("n_byzantine", "n_warmup", "trim"), kinds({"zero"})),
+}
+OTHERS = {
+    "auto_clipped": {"gamma": POSITIVE},
+    "constant": {"weights": kinds({"nans", "meta"})},
+    "cr_mogm": {"momentum": BELOW_1},
+    "db_mtl": {"beta": BELOW_1},
+    "epo": {"preference": kinds()},
+    "grouped": {"rows": OPTION | kinds({"dict"})},
+    "nash_mtl": {"max_norm": NOT_NEGATIVE},
+    "natural_gradient": {"damping": NOT_NEGATIVE},
+    **{name: {"rate": NOT_NEGATIVE} for name in ("famo", "gradnorm", "modo")},
+    **{name: {"weights": OPTION} for name in ("stch", "tchebycheff")},
+}
+EACH = [1.0, 2.0, 1.0]
+# Numbers for each rule, and functions that make what is no number.
+NUMBERS: dict[str, dict[str, Any]] = {
+    "aligned_mtl": {"preference": EACH, "scale_mode": "min"},
+    "auto_clipped": {"gamma": 0.1, "max_norm": 1.0},
+    "cagrad": {"c": 0.5},
+    "clipped": {"max_norm": 1.0},
+    "config": {"preference": EACH},
+    "constant": {"weights": EACH},
+    "cosmos": {"lambda_": 0.5, "weights": EACH},
+    "cr_mogm": {"rule": jd.upgrad, "momentum": 0.5},
+    "db_mtl": {"beta": 0.5, "beta_sigma": 0.5},
+    "dualproj": {"preference": EACH},
+    "dwa": {"temperature": 2.0},
+    "epo": {"preference": EACH, "tolerance": 1e-4},
+    "excess_mtl": {"rate": 1.0, "n_warmup": 1},
+    "fairgrad": {"alpha": 1.0},
+    "famo": {"rate": 0.1, "decay": 0.1},
+    "geometric_mean": {},
+    "graddrop": {"key": lambda: key(0), "leak": [0.5, 0.5, 0.5]},
+    "gradnorm": {"alpha": 1.0, "rate": 0.1},
+    "gradvac": {"key": lambda: key(0), "beta": 0.5},
+    "grouped": {"rules": lambda: {"w": jd.upgrad(), "b": jd.mean()}, "rows": lambda: {"w": [0, 2]}},
+    "held": {"rule": jd.upgrad},
+    "imtl_g": {},
+    "imtl_l": {"rate": 0.1},
+    "krum": {"n_byzantine": 0, "n_selected": 1},
+    "levenberg_marquardt": {"damping": 0.5},
+    "mean": {},
+    "mgda": {},
+    "moco": {"beta": 0.5, "gamma": 0.1, "rho": 0.1, "beta_sigma": 0.5, "gamma_sigma": 0.5},
+    "modo": {"rate": 0.1, "ridge": 0.1},
+    "nash_mtl": {"max_norm": 1.0, "every": 1},
+    "natural_gradient": {"damping": 0.1, "relative": False},
+    "pbi": {"theta": 1.0, "weights": EACH, "reference": EACH},
+    "pcd": {"tau": 0.1, "beta": 0.9},
+    "pcgrad": {"key": lambda: key(0)},
+    "random_weights": {"key": lambda: key(0)},
+    "scalarized": {"s": lambda: torch.amax},
+    "sdmgrad": {"rate": 1.0, "momentum": 0.5, "n_steps": 3, "pull": 0.1, "preference": EACH},
+    "stateless": {"view": lambda: jd.views.losses, "weigh": lambda: torch.ones_like, "on_host": False},
+    "stch": {"mu": 1.0, "weights": EACH, "reference": EACH},
+    "tchebycheff": {"weights": EACH, "reference": EACH},
+    "total": {},
+    "trimmed_mean": {"trim": 0},
+    "upgrad": {"preference": EACH},
+    "uw": {"rate": 0.1},
+}
 
-def _rule(name: str, fine: dict[str, Any] | None = None, names: tuple[str, ...] = (), **hyper: Any) -> Call:
+
+def _rule(name: str) -> Call:
     """A rule is built, started, and takes two steps."""
-    if "solver" in inspect.signature(getattr(jd, name)).parameters:
-        hyper["solver"] = lambda: "host"
+    hyper = NUMBERS[name] | ({"solver": "host"} if "solver" in inspect.signature(getattr(jd, name)).parameters else {})
 
     def use(**hyper: Any) -> Any:
         rule, J = getattr(jd, name)(**hyper), three_rows()
@@ -38,107 +107,13 @@ def _rule(name: str, fine: dict[str, Any] | None = None, names: tuple[str, ...] 
         first = jd.aggregate(rule, J, None, J, losses=J["b"])
         return jd.aggregate(rule, J, first.state, J, losses=J["b"])
 
-    return Call(use, lambda: {key: make() for key, make in hyper.items()}, fine or {}, names=names)
+    fine = {parameter: FINE[parameter] for parameter in hyper if parameter in FINE} | OTHERS.get(name, {})
+    return Call(use, lambda: {key: make() if callable(make) else make for key, make in hyper.items()}, fine)
 
 
-def _number(x: Any):
-    return lambda: x
-
-
-_EACH = _number([1.0, 2.0, 1.0])
-
-RULES = {
-    "aligned_mtl": _rule("aligned_mtl", {"preference": OPTION}, preference=_EACH, scale_mode=_number("min")),
-    "auto_clipped": _rule(
-        "auto_clipped", {"gamma": POSITIVE, "max_norm": POSITIVE}, gamma=_number(0.1), max_norm=_number(1.0)
-    ),
-    "cagrad": _rule("cagrad", {"c": NOT_NEGATIVE}, c=_number(0.5)),
-    "clipped": _rule("clipped", {"max_norm": POSITIVE}, max_norm=_number(1.0)),
-    "config": _rule("config", {"preference": OPTION}, preference=_EACH),
-    "constant": _rule("constant", {"weights": kinds({"nans", "meta"})}, weights=_EACH),
-    "cosmos": _rule("cosmos", {"lambda_": NOT_NEGATIVE}, lambda_=_number(0.5), weights=_EACH),
-    "cr_mogm": _rule("cr_mogm", {"momentum": BELOW_1}, rule=jd.upgrad, momentum=_number(0.5)),
-    "db_mtl": _rule(
-        "db_mtl", {"beta": BELOW_1, "beta_sigma": NOT_NEGATIVE}, beta=_number(0.5), beta_sigma=_number(0.5)
-    ),
-    "dualproj": _rule("dualproj", {"preference": OPTION}, preference=_EACH),
-    "dwa": _rule("dwa", {"temperature": POSITIVE}, temperature=_number(2.0)),
-    "epo": _rule("epo", {"tolerance": NOT_NEGATIVE}, preference=_EACH, tolerance=_number(1e-4)),
-    "excess_mtl": _rule(
-        "excess_mtl", {"rate": POSITIVE, "n_warmup": kinds({"zero"})}, rate=_number(1.0), n_warmup=_number(1)
-    ),
-    "fairgrad": _rule("fairgrad", {"alpha": NOT_NEGATIVE}, alpha=_number(1.0)),
-    "famo": _rule("famo", {"rate": NOT_NEGATIVE, "decay": NOT_NEGATIVE}, rate=_number(0.1), decay=_number(0.1)),
-    "geometric_mean": _rule("geometric_mean"),
-    "graddrop": _rule("graddrop", {"leak": OPTION}, key=lambda: key(0), leak=_number([0.5, 0.5, 0.5])),
-    "gradnorm": _rule("gradnorm", {"alpha": NOT_NEGATIVE, "rate": NOT_NEGATIVE}, alpha=_number(1.0), rate=_number(0.1)),
-    "gradvac": _rule("gradvac", {"beta": NOT_NEGATIVE}, key=lambda: key(0), beta=_number(0.5)),
-    "grouped": _rule(
-        "grouped",
-        {"rows": OPTION | kinds({"dict"})},
-        rules=lambda: {"w": jd.upgrad(), "b": jd.mean()},
-        rows=lambda: {"w": [0, 2]},
-    ),
-    "held": _rule("held", rule=jd.upgrad),
-    "imtl_g": _rule("imtl_g"),
-    "imtl_l": _rule("imtl_l", {"rate": POSITIVE}, rate=_number(0.1)),
-    "krum": _rule("krum", {"n_byzantine": kinds({"zero"})}, n_byzantine=_number(0), n_selected=_number(1)),
-    "mean": _rule("mean"),
-    "mgda": _rule("mgda"),
-    "moco": _rule(
-        "moco",
-        dict.fromkeys(("beta", "gamma", "rho", "beta_sigma", "gamma_sigma"), NOT_NEGATIVE),
-        beta=_number(0.5),
-        gamma=_number(0.1),
-        rho=_number(0.1),
-        beta_sigma=_number(0.5),
-        gamma_sigma=_number(0.5),
-    ),
-    "modo": _rule("modo", {"rate": NOT_NEGATIVE, "ridge": NOT_NEGATIVE}, rate=_number(0.1), ridge=_number(0.1)),
-    "nash_mtl": _rule("nash_mtl", {"max_norm": NOT_NEGATIVE}, max_norm=_number(1.0), every=_number(1)),
-    "levenberg_marquardt": _rule("levenberg_marquardt", {"damping": POSITIVE}, damping=_number(0.5)),
-    "natural_gradient": _rule(
-        "natural_gradient",
-        {"damping": NOT_NEGATIVE, "relative": SWITCH},
-        damping=_number(0.1),
-        relative=_number(False),
-    ),
-    "pbi": _rule(
-        "pbi", {"theta": NOT_NEGATIVE, "reference": OPTION}, theta=_number(1.0), weights=_EACH, reference=_EACH
-    ),
-    "pcd": _rule("pcd", {"tau": NOT_NEGATIVE, "beta": NOT_NEGATIVE}, tau=_number(0.1), beta=_number(0.9)),
-    "pcgrad": _rule("pcgrad", key=lambda: key(0)),
-    "random_weights": _rule("random_weights", key=lambda: key(0)),
-    "scalarized": _rule("scalarized", s=lambda: torch.amax)._replace(functions=kinds({"s"})),
-    "sdmgrad": _rule(
-        "sdmgrad",
-        {"rate": POSITIVE, "momentum": NOT_NEGATIVE, "pull": NOT_NEGATIVE, "preference": OPTION},
-        rate=_number(1.0),
-        momentum=_number(0.5),
-        n_steps=_number(3),
-        pull=_number(0.1),
-        preference=_EACH,
-    ),
-    "stateless": _rule(
-        "stateless",
-        {"on_host": SWITCH},
-        view=lambda: jd.views.losses,
-        weigh=lambda: torch.ones_like,
-        on_host=lambda: False,
-    )._replace(functions=kinds({"view", "weigh"}), names=("aggregate",)),
-    "stch": _rule(
-        "stch",
-        {"mu": POSITIVE, "weights": OPTION, "reference": OPTION},
-        mu=_number(1.0),
-        weights=_EACH,
-        reference=_EACH,
-    ),
-    "tchebycheff": _rule("tchebycheff", {"weights": OPTION, "reference": OPTION}, weights=_EACH, reference=_EACH),
-    "total": _rule("total"),
-    "trimmed_mean": _rule("trimmed_mean", {"trim": kinds({"zero"})}, trim=_number(0)),
-    "upgrad": _rule("upgrad", {"preference": OPTION}, preference=_EACH),
-    "uw": _rule("uw", {"rate": POSITIVE}, rate=_number(0.1)),
-}
+RULES = {name: _rule(name) for name in NUMBERS}
+RULES["scalarized"] = RULES["scalarized"]._replace(functions=kinds({"s"}))
+RULES["stateless"] = RULES["stateless"]._replace(functions=kinds({"view", "weigh"}), names=("aggregate",))
 
 
 def _aggregate(aggregator, jacobian, state, other, losses):
