@@ -1,13 +1,13 @@
 """The blocks of the page for those who come from another library, beside torch's own optimizers and gradients."""
 
 import copy
-import re
 from functools import partial
 from pathlib import Path
 
 import optree
 import pytest
 import torch
+from pages import typed
 
 import functional_jd as jd
 
@@ -17,12 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 @pytest.fixture(scope="module")
 def session():
     """What the reader has who typed all blocks."""
-    found = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL):
-            exec(compile(block, PAGE.name, "exec"), found)
-    return found
+    return typed(PAGE)
 
 
 def test_a_scheduler_that_ran_ahead_gives_the_steps_of_one_beside_its_optimizer(session):

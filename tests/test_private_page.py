@@ -1,10 +1,10 @@
 """What the guide to private training says, and shows in its blocks, is so."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from pages import blocks, typed
 from scipy.stats import kstest
 from torch.nn import functional
 
@@ -17,13 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "guides" / "private.md"
 @pytest.fixture(scope="module")
 def guide():
     """What the reader of the guide has, and the block for batches that exceed memory."""
-    found = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for code in blocks:
-            exec(compile(code, PAGE.name, "exec"), found)
-    return found, next(code for code in blocks if "in_parts" in code)
+    return typed(PAGE), next(code for code in blocks(PAGE) if "in_parts" in code)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])

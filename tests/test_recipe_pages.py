@@ -16,6 +16,7 @@ import pytest
 import torch
 from bounds import check_within, eps
 from numpy.polynomial import Chebyshev
+from pages import blocks, typed
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -23,10 +24,6 @@ import functional_jd as jd
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs" / "guides"
-
-
-def blocks(path, first=None, last=None):
-    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)[first:last]
 
 
 @pytest.fixture(scope="module")
@@ -381,12 +378,7 @@ def recorded(losses, rule, calls):
 @pytest.fixture(scope="module")
 def physicist():
     """What the reader of the page on equations has."""
-    session = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for block in blocks(GUIDES / "physics.md"):
-            exec(compile(block, "physics", "exec"), session)
-    return session
+    return typed(GUIDES / "physics.md")
 
 
 def test_a_system_has_the_same_residuals_by_names_and_as_vectors(physicist):
@@ -471,3 +463,12 @@ def test_trainings_with_new_noise_are_those_of_the_linearized_problem(physicist)
     expected = noise @ by_collocation(physicist)[-9:]
     found = physicist["refits"]["k"].numpy()
     assert np.abs((found - found.mean()) - (expected - expected.mean())).max() < 0.05 * expected.std()
+
+
+def test_norms_of_layers_in_the_guide_to_objectives_are_those_of_the_rows():
+    found = typed(GUIDES / "objectives.md")
+    head, trunk, x, price = found["arguments"]
+    for index, name in enumerate(("head", "trunk")):
+        rows = [torch.func.grad(found["layered"], index)(head, trunk, *one) for one in zip(x, price, strict=True)]
+        expected = torch.stack([sum(g.double().square().sum() for g in row.values()) for row in rows])
+        check_within(found[f"squares_of_{name}"], expected, 64 * eps(torch.float32) * expected)
