@@ -1,8 +1,7 @@
 """Diagnostics: conflicts between the objectives, the distance to Pareto stationarity, and advice on a rule."""
 
 from functional_jd.diagnostics.advise import Advice, advise, describe
-from functional_jd.diagnostics.blame import blame
 from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
-from functional_jd.diagnostics.linearity import linear_backward
+from functional_jd.diagnostics.gradients import blame, linear_backward
 
 __all__ = ["Advice", "Diagnosis", "advise", "blame", "describe", "diagnose", "linear_backward"]

@@ -39,6 +39,8 @@ class Advice(NamedTuple):
         noise: how much a cosine of two gradients varies from step to step: its standard deviation, the mean over pairs.
         given_up: the share of the objectives that rise along the mean throughout the window, and would not if all
             gradients were of one length.
+        score: the median alignment score. No verdict rests on it: orthogonal gradients, which do not conflict, bring it
+            to 2 / m - 1, and one of them in conflict with many others hardly moves it.
     """
 
     verdict: str
@@ -49,6 +51,7 @@ class Advice(NamedTuple):
     rank: float
     noise: float
     given_up: float
+    score: float
 
 
 # Where one verdict ends and the next begins, and the rule of each: the best of a few in `tests/evidence`. From this
@@ -84,9 +87,9 @@ def advise(diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gram
         >>> diagnostics.advise(gramians).verdict
         'rescale'
     """
-    norms, cosines, ranks = _window(diagnoses)
-    finite = norms.isfinite().all(1) & cosines.isfinite().all(2).all(1)
-    norms, cosines, ranks = norms[finite], cosines[finite], ranks[finite]
+    window = _window(diagnoses)
+    finite = window.norms.isfinite().all(1) & window.cosines.isfinite().all(2).all(1)
+    norms, cosines = window.norms[finite], window.cosines[finite]
     if len(norms) < 2:
         raise ValueError(
             f"advise: diagnoses must be of at least two steps with finite gradients, found {len(norms)} of "
@@ -97,7 +100,8 @@ def advise(diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gram
     medians = norms.median(0).values
     medians = medians[medians > 0]
     imbalance = float(medians.max() / medians.min()) if len(medians) else 1.0
-    figures = (conflict, imbalance, float(ranks.median()) / norms.shape[1], noise, given_up)
+    rank, score = (float(x[finite].median()) for x in (window.rank, window.score))
+    figures = (conflict, imbalance, rank / norms.shape[1], noise, given_up, score)
     verdict, rule, reason = _verdict(conflict, imbalance)
     if given_up and rule != "mean":
         verdict = "explore the front"
@@ -121,8 +125,8 @@ def _verdict(conflict: float, imbalance: float) -> tuple[str, str, str]:
     return "keep the mean", "mean", reason
 
 
-def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norms `[k, m]`, cosines `[k, m, m]` and ranks `[k]`, with values."""
+def _window(given: Any) -> Diagnosis:
+    """Return the diagnoses as one, with norms `[k, m]`, with values."""
     each: Any = given.unbind() if isinstance(given, Tensor) and given.ndim == 3 else given
     if isinstance(each, Diagnosis):
         each = tuple(map(Diagnosis._make, zip(*each, strict=True))) if each.norms.ndim == 2 else None
@@ -136,8 +140,7 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
         found.append(one if isinstance(one, Diagnosis) else diagnose(_with_values(one), gramian=True))
     if len(counts := sorted({len(one.norms) for one in found})) > 1:
         raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts}. Part the window.")
-    norms, cosines, *_, ranks, _ = (_with_values(torch.stack(x)) for x in zip(*found, strict=True))
-    return norms, cosines, ranks
+    return Diagnosis(*(_with_values(torch.stack(x)) for x in zip(*found, strict=True)))
 
 
 def _with_values(tensor: Any) -> Tensor:

@@ -46,6 +46,8 @@ class Diagnosis(NamedTuple):
             equal norm); 0 if all rows are zero.
         condition: `[]`, the ratio of the largest to the smallest singular value; infinite if the rows are dependent,
             and from about 1e7 on (500 for a float32 Gramian), where inner products do not tell.
+        score: `[]`, the alignment score of the rows that are not zero, 0 if there are none: 1 if all are parallel, -1
+            if their directions cancel; of m orthogonal rows 2 / m - 1. For m = 2, the cosine.
     """
 
     norms: Tensor
@@ -55,6 +57,7 @@ class Diagnosis(NamedTuple):
     stationarity: Tensor
     rank: Tensor
     condition: Tensor
+    score: Tensor
 
 
 def diagnose(
@@ -71,7 +74,7 @@ def diagnose(
     With G = J J', d its diagonal and s the singular values of J, the roots of the eigenvalues of G:
     `cosines_ij = G_ij / sqrt(d_i d_j)`, `alignment_i = <g_i, x> / (|g_i| |x|)` for the direction x,
     `stationarity = min { |J'w| : w >= 0, sum(w) = 1 }`, `rank = exp(-sum_k p_k log p_k)` with `p = s / sum(s)`,
-    `condition = max(s) / min(s)`.
+    `condition = max(s) / min(s)`, `score = 2 |mean_i g_i / |g_i||^2 - 1`.
 
     Args:
         jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it; of a `MultitaskJacobian`, `shared` is used. Or a
@@ -98,7 +101,8 @@ def diagnose(
     Source:
         Fliege & Svaiter, Steepest descent methods for multicriteria optimization, 2000 (stationarity); Roy & Vetterli,
         The effective rank, EUSIPCO 2007; Senushkin et al., Independent component alignment for multi-task learning,
-        CVPR 2023 (condition).
+        CVPR 2023 (condition); Wang, Bhartari, Li & Perdikaris, Gradient alignment in physics-informed neural networks,
+        NeurIPS 2025, arXiv 2502.00604 (score).
 
     Example:
         >>> diagnosis = diagnostics.diagnose(torch.tensor([[2.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
@@ -120,6 +124,7 @@ def diagnose(
             stationarity=_norm_of_combination(C, mgda().update(G, ())[0] * lengths, eps),
             rank=rank,
             condition=condition,
+            score=_alignment_score(C),
         )
 
 
@@ -127,6 +132,12 @@ def share_in_conflict(C: Tensor, eps: float) -> Tensor:
     """The share of the pairs of rows with a negative cosine, of their cosines `[m, m]` with this rounding error."""
     m = len(C)
     return (_ROUNDINGS * eps < -C).to(C.dtype).sum() / max(m * (m - 1), 1)
+
+
+def _alignment_score(C: Tensor) -> Tensor:
+    """`2 |mean of the unit rows|^2 - 1`, of the rows that are not zero."""
+    count = (C.diagonal() != 0).sum()
+    return torch.where(count > 0, 2 * C.sum().clamp(min=0) / nonzero(count.to(C.dtype)) ** 2 - 1, 0 * C.sum())
 
 
 def _is_square_matrix(value: Any) -> bool:
@@ -232,7 +243,7 @@ def diagnosis_table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
     m = len(diagnosis.norms)
     names = names_or_indices(names, m)
     # Each tensor is copied from the device once.
-    norms, cosines, alignment, conflict, stationarity, rank, condition = (x.detach().tolist() for x in diagnosis)
+    norms, cosines, alignment, conflict, stationarity, rank, condition, _ = (x.detach().tolist() for x in diagnosis)
     title = (
         f"Diagnosis: {conflict:.0%} of the pairs conflict, distance to stationarity {number(stationarity)}, "
         f"effective rank {number(rank)} of {m}, condition {number(condition)}"

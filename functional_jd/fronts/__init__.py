@@ -7,6 +7,7 @@ from functional_jd.fronts.moo_svgd import moo_svgd
 from functional_jd.fronts.pmtl import pmtl
 from functional_jd.fronts.points import knee, lattice, non_dominated
 from functional_jd.fronts.population import Population
+from functional_jd.fronts.tch_set import tch_set
 from functional_jd.fronts.train import Front, train
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "moo_svgd",
     "non_dominated",
     "pmtl",
+    "tch_set",
     "train",
 ]
 

@@ -62,6 +62,8 @@ def test_figures_by_hand():
     assert found.conflict == 0  # the mean of 1, -.6, -.6 is within two standard errors of 0
     assert found.rank == sorted(float(diagnose(G).rank) for G in window(*steps))[1] / 3
     assert found.given_up == 0
+    # Of three unit rows: 2 |mean|^2 - 1, with sums of cosines of 3 + 2 (0 + 1 + 0) and 3 + 2 (0 - .6 + .8), twice.
+    assert found.score == pytest.approx(2 * 3.4 / 9 - 1)
 
 
 def trained(losses, steps, rate=0.05):

@@ -70,6 +70,7 @@ def test_equal_to_numpy_and_scipy(J, data):
         stationarity=torch.tensor(shortest(rows), dtype=torch.float64),
         rank=torch.tensor(np.exp(-(p * np.log(p)).sum()) if len(p) else 0.0, dtype=torch.float64),
         condition=torch.tensor(s[0] / s[-1] if s[-1] else math.inf, dtype=torch.float64),
+        score=found.score,  # below
     )
     assert_same(found, expected, 16 * half_the_digits())
 
@@ -80,6 +81,23 @@ def test_conflicting_pairs_are_counted_exactly(J):
     pairs = [(a, b) for i, a in enumerate(rows) for b in rows[:i]]
     opposed = sum(sum(x * y for x, y in zip(a, b, strict=True)) < 0 for a, b in pairs)
     assert float(diagnose([J]).conflict) == pytest.approx(opposed / len(pairs) if pairs else 0.0, abs=8 * eps())
+
+
+@given(jacobians)
+def test_the_score_is_that_of_the_paper(J):
+    """`2 |sum_i v_i / |v_i| / n|^2 - 1`, of n rows that are not zero."""
+    rows = [row / row.norm() for row in J.unbind() if row.any()]
+    expected = 2 * float((sum(rows) / len(rows)).square().sum()) - 1 if rows else 0.0
+    assert float(diagnose([J]).score) == pytest.approx(expected, abs=1e-12)
+
+
+def test_closed_cases_of_the_score():
+    eye = torch.eye(4, dtype=torch.float64)
+    for rows, expected in ((eye, 2 / 4 - 1), (eye[:1], 1), (3 * eye[[0, 0]], 1), (eye[:2] - eye[[1, 0]], -1)):
+        assert float(diagnose([rows]).score) == pytest.approx(expected)
+    pair = torch.tensor([[2.0, 0.0], [-3.0, 4.0]], dtype=torch.float64)
+    found = diagnose([pair])
+    assert float(found.score) == pytest.approx(-0.6) == pytest.approx(float(found.cosines[0, 1]))
 
 
 @given(jacobians, st.lists(st.integers(-40, 40), min_size=6, max_size=6), st.randoms())
@@ -120,7 +138,7 @@ def test_zeros_and_a_single_row():
     found = diagnose({"w": torch.zeros(2, 3)})
     assert_same(found, Diagnosis(*map(torch.zeros_like, found))._replace(condition=torch.tensor(torch.inf).double()))
     found = diagnose(torch.tensor([[0.0, 3.0, 4.0]]))
-    assert [x.item() for x in found] == pytest.approx([5, 1, 1, 0, 5, 1, 1])
+    assert [x.item() for x in found] == pytest.approx([5, 1, 1, 0, 5, 1, 1, 1])
     found = diagnose(torch.tensor([[0.0, 0, 0], [0, 3, 4]]))
     assert found.norms.tolist() == [0, 5]
     assert found.cosines.tolist() == [[0, 0], [0, 1]]

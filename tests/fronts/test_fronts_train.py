@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as jd
-from functional_jd.fronts import Front, hypervolume_gradient, knee, lattice, moo_svgd, pmtl, train
+from functional_jd.fronts import Front, hypervolume_gradient, knee, lattice, moo_svgd, pmtl, tch_set, train
 
 RULES = {
     "tchebycheff": jd.tchebycheff,
@@ -128,7 +128,7 @@ def test_it_compiles():
 
 
 PREFERENCES = lattice(2, 4)[1:-1]
-POPULATIONS = {"moo_svgd": moo_svgd(), "hypervolume_gradient": hypervolume_gradient([20.0, 20.0])}
+POPULATIONS = {"moo_svgd": moo_svgd(), "hypervolume_gradient": hypervolume_gradient([20.0, 20.0]), "tch_set": tch_set()}
 
 
 @pytest.mark.parametrize("name", [*RULES, "pmtl", *POPULATIONS])

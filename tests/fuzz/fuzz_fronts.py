@@ -49,6 +49,11 @@ FRONTS = {
         lambda: {"preferences": fronts.lattice(2, 2), "warmup": 1},
         {"warmup": kinds({"zero"})},
     ),
+    "tch_set": Call(
+        lambda **given: weights_of(fronts.tch_set(**given)),
+        lambda: {"mu": 0.1, "weights": [1.0, 2.0], "reference": [0.0, 0.0]},
+        {"mu": POSITIVE, "weights": OPTION | kinds({"numpy"}), "reference": OPTION | kinds({"numpy"})},
+    ),
     "train": Call(
         _train,
         lambda: {

@@ -1,0 +1,96 @@
+"""Few solutions for many losses: the authors' formula, closed cases, bounds, and what a population finds."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import functional_jd as jd
+from functional_jd.fronts import tch_set, train
+
+
+def losses_of(k, m, seed=0):
+    return torch.randn(k, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def scalarization(L, mu, u, z):
+    """In the words of the paper; the reference code has it with u = 1 and z = 0."""
+    smallest = -mu * torch.logsumexp(-L / mu, 0)
+    return mu * torch.logsumexp(u * (smallest - z) / mu, 0)
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.1, 3.0])
+@pytest.mark.parametrize(("k", "m"), [(1, 3), (2, 1), (3, 7)])
+def test_weights_are_the_slopes_of_the_scalarization(k, m, mu):
+    L, z = losses_of(k, m), losses_of(1, m, seed=1)[0]
+    for u in (torch.ones(m, dtype=torch.float64), torch.rand(m).double() + 0.1):
+        expected = torch.func.grad(scalarization)(L, mu, u, z)
+        torch.testing.assert_close(tch_set(mu, u, z).weigh(L), expected)
+        value, k_term = scalarization(L, mu, u, z), mu * u.max() * math.log(k)
+        hard = (u * (L.amin(0) - z)).amax()
+        assert hard - k_term - 1e-12 <= value <= hard + mu * math.log(m) + 1e-12
+    torch.testing.assert_close(tch_set(mu).weigh(L), torch.func.grad(scalarization)(L, mu, 1 / m, 0.0))
+
+
+def test_closed_cases():
+    L = losses_of(3, 5)
+    for mu in (0.1, 2.0):  # one solution: stch
+        rule = jd.stch(mu)
+        view = rule.view(torch.ones(5, 2, dtype=torch.float64), losses=L[0])
+        torch.testing.assert_close(tch_set(mu).weigh(L[:1])[0], rule.update(view, rule.init(view))[0])
+    best, of = L.min(0)
+    worst = int(best.argmax())
+    hard = torch.zeros(3, 5, dtype=torch.float64)
+    hard[of[worst], worst] = 1 / 5
+    torch.testing.assert_close(tch_set(1e-4).weigh(L), hard)  # the worst of the least losses counts alone
+    torch.testing.assert_close(tch_set(1e9).weigh(L), torch.full((3, 5), 1 / 75).double())  # the mean of all
+    torch.testing.assert_close(tch_set(0.1).weigh(1e300 * L)[of[worst], worst], hard.max())  # nothing overflows
+
+
+def test_permutations_scales_and_what_is_not_finite():
+    L = losses_of(4, 3)
+    found = tch_set(0.5).weigh(L)
+    order, turned = [3, 1, 0, 2], [2, 0, 1]
+    torch.testing.assert_close(tch_set(0.5).weigh(L[order][:, turned]), found[order][:, turned])
+    torch.testing.assert_close(tch_set(50.0).weigh(100 * L), found)
+    lost = torch.cat([L, torch.tensor([[torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0]])])
+    together = tch_set(0.5).weigh(lost)
+    torch.testing.assert_close(together[:4], found)
+    assert together[4:].isnan().all()
+
+
+def test_under_transforms():
+    L = torch.stack([losses_of(3, 4, seed) for seed in range(3)])
+    weights = lambda L, mu=0.3: tch_set(mu).weigh(L)
+    alone = torch.stack([weights(x) for x in L])
+    torch.testing.assert_close(torch.vmap(weights)(L), alone)
+    torch.testing.assert_close(torch.compile(weights, fullgraph=True, backend="aot_eager")(L[0]), alone[0])
+    given = [torch.tensor(x).double().requires_grad_() for x in (0.3, [1.0, 2.0, 0.5, 1.0], [0.0, 1.0, -1.0, 0.2])]
+    of_all = lambda L, mu, u, z: tch_set(mu, u, z).weigh(L)
+    assert gradcheck(of_all, (L[0].requires_grad_(), *given), check_forward_ad=True)
+    lost = torch.cat([L[1], L[1, :1] * torch.nan])
+    assert torch.func.grad(lambda mu: weights(lost, mu)[:3].square().sum())(torch.tensor(0.3).double()).isfinite()
+
+
+def test_two_solutions_part_forty_losses_between_them():
+    """The losses have their minima in two groups; the least worst loss of two solutions is at the middles."""
+    centers = torch.cat([torch.linspace(0.8, 1.2, 20), torch.linspace(-1.2, -0.8, 20)]).double()
+    how = {"losses": lambda w: (w - centers).square(), "optimizer": jd.sgd(0.5)}
+    front = torch.tensor([0.1, -0.2], dtype=torch.float64)
+    for mu in (0.3, 0.01, 1e-3):  # from smooth to sharp, as the authors' code does
+        front = train(front, [()] * 500, rule=tch_set(mu, torch.ones(40)), **{**how, "optimizer": jd.sgd(mu / 4)})
+    torch.testing.assert_close(front.states.params, torch.tensor([1.0, -1.0]).double(), atol=5e-3, rtol=0)
+    assert front.losses.amin(0).amax() == pytest.approx(0.04, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"mu": 0.0}, "tch_set: mu must be positive"),
+        ({"weights": [-1.0]}, "tch_set: weights must be finite and non-neg"),
+    ],
+)
+def test_what_is_out_of_range(hyper, message):
+    with pytest.raises(ValueError, match=message):
+        tch_set(**hyper)
