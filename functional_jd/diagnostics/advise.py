@@ -40,7 +40,7 @@ class Advice(NamedTuple):
         given_up: the share of the objectives that rise along the mean throughout the window, and would not if all
             gradients were of one length.
         score: the median alignment score. No verdict rests on it: orthogonal gradients, which do not conflict, bring it
-            to 2 / m - 1, and one of them in conflict with many others hardly moves it.
+            to 2 / m - 1.
     """
 
     verdict: str
@@ -54,25 +54,23 @@ class Advice(NamedTuple):
     score: float
 
 
-# Where one verdict ends and the next begins, and the rule of each: the best of a few in `tests/evidence`. From this
-# ratio of lengths on, a rule that does not see lengths is advised; from this share of pairs in conflict, a projection.
+# From this ratio of lengths on, a rule that does not see lengths is advised; from this share of pairs in conflict, a
+# projection: the best of a few in `tests/evidence`.
 THRESHOLDS: dict[str, Any] = {"imbalance": 10.0, "conflict": 1.0, "rescale": "nash_mtl", "project": "aligned_mtl"}
 
 
 def advise(diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gramian) -> Advice:
     """Advise on a rule, from the gradients of a window of training steps under `mean`.
 
-    First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest. Else, if
-    all pairs of objectives conflict throughout the window, `"project"`. Else `"keep the mean"`, which costs one
-    backward pass. Instead of the first two, with the same rule, `"explore the front"`, if lengths alone decide which
-    loss falls and which one rises: which of them you want is a preference, and `fronts.train` shows the choices. Ask
-    again later: the advice changes if gradients grow apart in training.
+    If the lengths of gradients differ tenfold or more, `"rescale"`: the mean follows the longest. Else, if all pairs of
+    objectives conflict throughout the window, `"project"`. Else `"keep the mean"`, which costs one backward pass.
+    Instead of the first two, with the same rule, `"explore the front"`, if lengths alone decide which loss rises: which
+    of them you want is a preference, and `fronts.train` shows the choices. Ask again later: gradients may grow apart.
 
     Args:
         diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.
-            Or Gramians, float64: a sequence of k tensors `[m, m]`, such as `[info.gramian for info in history]` of a
-            rule that receives them, or one tensor `[k, m, m]`. Ten steps or more, on different batches; steps that are
-            not finite are left out.
+            Or Gramians: `[k, m, m]`, or a sequence such as `[info.gramian for info in history]`. Ten steps or more, on
+            different batches; steps that are not finite are left out.
 
     Returns:
         `Advice`. It reads values, which tensors under vmap and torch.compile do not have.

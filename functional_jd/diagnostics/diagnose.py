@@ -15,17 +15,15 @@ from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.rows import row_count
 from functional_jd.core.safe import cosines, divide, nonzero, sqrt_or_zero
-from functional_jd.core.tree import tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import tree_difference, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import has_values, under_transform
 
 # Values below this multiple of the machine epsilon of the products count as zero.
 _ROUNDINGS = 16
-
 # The relative asymmetry, and the excess of a cosine over 1, from which a matrix is refused as a Gramian in any dtype.
 _NOT_A_GRAMIAN = 1e-2
-
 # The maximum number of columns of cosines in a table.
 _MAX_COLUMNS = 8
 
@@ -68,8 +66,7 @@ def diagnose(
 ) -> Diagnosis:
     """Measure how the objectives conflict with each other and with the direction of a step.
 
-    A single square matrix is read as a Gramian. With m objectives and a single tensor of m parameters, the Jacobian is
-    square too: then call `diagnose(J, direction, gramian=False)`.
+    A single square matrix is read as a Gramian. For a Jacobian that is one, pass `gramian=False`.
 
     With G = J J', d its diagonal and s the singular values of J, the roots of the eigenvalues of G:
     `cosines_ij = G_ij / sqrt(d_i d_j)`, `alignment_i = <g_i, x> / (|g_i| |x|)` for the direction x,
@@ -77,11 +74,9 @@ def diagnose(
     `condition = max(s) / min(s)`, `score = 2 |mean_i g_i / |g_i||^2 - 1`.
 
     Args:
-        jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it; of a `MultitaskJacobian`, `shared` is used. Or a
-            Gramian, a single matrix `[m, m]`.
+        jacobian_or_gramian: a Jacobian; of a `MultitaskJacobian`, `shared` is used. Or a Gramian, one matrix `[m, m]`.
         direction_or_weights: a direction, a pytree like params (with a Jacobian only); or weights `[m]`; `None` is the
-            mean of the rows. With a single square Jacobian, a tensor `[m]` is the direction; instead of weights, pass
-            `aggregation.combine(J, weights)`.
+            mean of the rows. With a single square Jacobian, a tensor `[m]` is the direction.
         gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
@@ -91,12 +86,10 @@ def diagnose(
     Guarantees:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and
         cosines are differentiable, alignment and stationarity if they are not 0, rank and condition if the rank is
-        locally constant, and twice if singular values differ. Norms and stationarity are homogeneous in the Jacobian,
-        the rest is invariant; cosines, conflict and the alignment with a given direction also to scaling single rows. A
-        non-finite row changes no norms and cosines of the others; the values for all rows become NaN.
-        Values within the rounding error of G are zero: cosines within 16 eps are no conflicts; singular values are 0
-        below `sqrt(16 m eps)` of the longest row, and norms of combinations of rows below about 1e-7 (2e-3 for a
-        float32 Gramian).
+        locally constant, and twice if singular values differ. A non-finite row changes no norms and cosines of the
+        others; the values for all rows become NaN. Values within the rounding error of G are zero: cosines within 16
+        eps, singular values below `sqrt(16 m eps)` of the longest row, and norms of combinations of rows below about
+        1e-7 (2e-3 for a float32 Gramian).
 
     Source:
         Fliege & Svaiter, Steepest descent methods for multicriteria optimization, 2000 (stationarity); Roy & Vetterli,
@@ -149,8 +142,7 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
     if gramian and not _is_square_matrix(value):
         cure = "Omit gramian for a Jacobian."
         refuse("the first argument", "a matrix [m, m] with gramian=True", value, cure, ValueError)
-    given: object = value
-    if isinstance(given, tuple) and not given:
+    if isinstance(value, tuple) and not value:
         raise ValueError(
             "diagnose: the first argument must be a Jacobian or a Gramian, found (): the rule of the step needs none. "
             "Call gramian_fn(losses) or jacobian_fn(losses) with (params, *batch); for norms alone squared_norms_fn."
@@ -196,17 +188,15 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
 
 
 def _require_direction(rows: Jacobian, direction: Any) -> None:
-    """Raise unless the direction has the names and shapes of params, and is a single tensor only if they are."""
-
-    def shapes(tree: Any, first: int) -> dict[str, list[int] | None]:
-        own = [list(leaf.shape[first:]) if _is_real(leaf) else None for leaf in tree_leaves(tree)]
-        return dict(zip(tree_names(tree), own, strict=True))
-
-    found = shapes(direction, 0)
-    if found != shapes(rows, 1) or isinstance(direction, Tensor) != isinstance(rows, Tensor):
+    """Raise unless the direction is like params, in whatever dtypes."""
+    row, given = (
+        tree_map(lambda leaf: leaf.detach().double() if _is_real(leaf) else leaf, tree)
+        for tree in (tree_map(lambda leaf: leaf[0], rows), direction)
+    )
+    if difference := tree_difference(row, given):
         raise ValueError(
-            "diagnose: the second argument must be weights [m], or a direction with the structure of params, found "
-            f"{found or 'no tensors'}. Instead of entrywise weights, pass aggregation.combine(jacobian, weights)."
+            f"diagnose: the second argument must be weights [m], or a direction with the structure of params: "
+            f"{difference}. Instead of entrywise weights, pass aggregation.combine(jacobian, weights)."
         )
 
 

@@ -24,8 +24,7 @@ from functional_jd.precision.scale_state import ScaleState
 def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState | None = None) -> Tree:
     """Find which rows are not finite, by objective and parameter, one row after the other.
 
-    For steps that are skipped again and again although all losses are finite. A rule that needs no gradients takes one
-    backward pass, and rows that are differentiated together can spoil one another (0 x inf): their flags are shared.
+    For steps that are skipped although all losses are finite: rows that are differentiated together share their flags.
 
     Args:
         losses: as for `jacobian_fn`. With buffers, pass a function that holds them.
@@ -34,9 +33,9 @@ def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState |
         scale: the loss scale at which the step was skipped, `state.scale`.
 
     Returns:
-        A pytree like params with bool `[m]`: whether the gradient of objective i by this parameter is finite, in the
-        order of `objective_names(losses)`. Of `multitask` losses, a pytree like `params["shared"]`; with a scale `[m]`,
-        a loss whose gradient by the heads is not finite is false everywhere.
+        A pytree like params, of `multitask` losses like `params["shared"]`, with bool `[m]`: whether the gradient of
+        objective i is finite, in the order of `objective_names(losses)`. With a scale `[m]`, a loss whose gradient by
+        the heads is not finite is false everywhere.
 
     Guarantees:
         Losses that are separate tensors do not spoil one another. Costs m backward passes and memory for all rows.
@@ -60,8 +59,7 @@ def linear_backward(
 ) -> Tensor:
     """Find the losses whose gradient is not linear in the factor of the loss.
 
-    A custom backward pass that normalises, clips or rounds its gradient is not: weights and loss scales get lost in it.
-    The losses are evaluated once, and differentiated twice each, outside of transforms.
+    In a custom backward pass that normalises, clips or rounds its gradient, weights and loss scales get lost.
 
     Args:
         losses: `losses(params, *batch)`, as for `jacobian_fn`.

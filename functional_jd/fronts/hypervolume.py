@@ -27,14 +27,13 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         reference: `[m]`, what every useful point dominates: the worst losses that count, in their units.
 
     Returns:
-        float64 `[]`, in the product of the units of the losses. Exact to rounding; differentiable with respect to both,
-        wherever no two points share a coordinate: the derivative with respect to a dominated point is 0.
+        float64 `[]`, in the product of the units of the losses. Exact to rounding; differentiable with respect to both
+        where no two points share a coordinate.
 
     Guarantees:
-        Invariant to permutations of the points and of the losses, to duplicates and dominated points; grows with every
-        new point that is not dominated. Points beyond the reference, and no points at all, add nothing. Scaling loss i,
-        its reference too, by c multiplies the volume by c. A point with NaN gives NaN. Composes with vmap, grad, jvp
-        and compile. Time and memory grow as `K^(m - 1)`.
+        Invariant to permutations, duplicates and dominated points; grows with every new point that is not dominated.
+        Points beyond the reference add nothing. A point with NaN gives NaN. Composes with vmap, grad, jvp and compile.
+        Time and memory grow as `K^(m - 1)`.
 
     Source:
         Zitzler & Thiele, Multiobjective evolutionary algorithms: a comparative case study and the strength Pareto
@@ -50,10 +49,8 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         cure = "Pass the worst losses that count."
         refuse("reference", f"a floating-point tensor [{m}], one per loss", reference, cure, ValueError)
     if m > MOST_LOSSES:
-        raise ValueError(
-            f"hypervolume: points must have at most {MOST_LOSSES} losses, found {m}: its memory grows as K^(m - 1). "
-            "For more, use moocore.hypervolume(points, ref=reference), which has no derivative."
-        )
+        cure = "For more, use moocore.hypervolume(points, ref=reference), which has no derivative."
+        refuse("points", f"of at most {MOST_LOSSES} losses, as memory grows as K^(m - 1)", m, cure, ValueError)
     reference = reference.double()
     if not len(points):
         return reference.sum() * 0.0
@@ -93,13 +90,12 @@ def hypervolume_gradient(reference: Numbers) -> Population:
 
     Returns:
         A `Population` that needs the losses, at most four; its solutions start apart. Weights `[K, m]`, float64, of
-        length 1 in each row. Differentiable with respect to losses and reference, where no two points share a
-        coordinate.
+        length 1 in each row. Differentiable where no two points share a coordinate.
 
     Guarantees:
-        No weight is negative. Equivariant to permutations of the losses, and of solutions that differ; of two equal
-        solutions the later one counts as dominated. A solution whose losses are not finite has NaN weights, and does
-        not touch the others. Time and memory grow as `K^m`, plus `K^3`.
+        No weight is negative. Equivariant to permutations; of two equal solutions the later one counts as dominated. A
+        solution that is not finite has NaN weights, and does not touch the others. Time and memory grow as `K^m`, plus
+        `K^3`.
 
     Source:
         Deist, Grewal, Dankers, Alderliesten & Bosman, Multi-objective learning to predict Pareto fronts using
@@ -113,10 +109,8 @@ def hypervolume_gradient(reference: Numbers) -> Population:
 
     def weigh(points: Tensor) -> Weights:
         if points.shape[-1] > MOST_LOSSES:
-            raise ValueError(
-                f"hypervolume_gradient: losses must be at most {MOST_LOSSES}, found {points.shape[-1]}: its memory "
-                "grows as K^m. For more, give each solution a preference: lattice(m, divisions)."
-            )
+            cure = "For more, give each solution a preference: lattice(m, divisions)."
+            refuse("losses", f"at most {MOST_LOSSES}, as memory grows as K^m", points.shape[-1], cure, ValueError)
         points = points.double()
         finite = points.isfinite().all(-1, keepdim=True)
         known = torch.where(finite, points, -torch.inf)
@@ -135,8 +129,8 @@ def hypervolume_gradient(reference: Numbers) -> Population:
 def _fronts(points: Tensor) -> Tensor:
     """Which points `[K, m]` each front has, bool `[K, K]`: front r has those above which chains of r points end.
 
-    A chain is of points of which each dominates the next. The longest ones are found by doubling: squares of a matrix,
-    with sums for products and maxima for sums.
+    Each point of a chain dominates the next. The longest ones are found by squares of a matrix, with sums for products
+    and maxima for sums.
     """
     k = len(points)
     left, right = points.unsqueeze(1), points.unsqueeze(0)

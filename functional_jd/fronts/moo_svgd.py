@@ -18,8 +18,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     `w_k = max(0, sum_j (kappa_kj w*_k + repulsion d kappa_kj / d L_k))`
 
-    so that a solution far from all others descends by `mgda`, and solutions that are close drive each other apart along
-    the front: none is driven up a loss for nothing.
+    so that solutions that are close drive each other apart along the front.
 
     Args:
         repulsion: how much the second term counts; not negative. A number or a tensor `[]`.
@@ -28,21 +27,19 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     Returns:
         A `Population` that needs Gramians and losses; its solutions start apart, and the losses are in like units.
-        Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable with respect to Gramians, losses
-        and hyper-parameters, but for the set of positive weights, of `mgda` too, and the pair of the median.
+        Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable, but for the set of positive
+        weights, of `mgda` too, and the pair of the median.
 
     Guarantees:
-        Equivariant to permutations of the solutions and of the losses. A solution far from all others descends by
-        `mgda`. Of two losses, a solution at the end of the front, where one gradient vanishes, stays there. A solution
-        that is not finite has NaN weights, and does not touch the others.
+        Equivariant to permutations. A solution far from all others descends by `mgda`. Of two losses, a solution at the
+        end of the front stays there. A solution that is not finite has NaN weights, and does not touch the others.
 
     Source:
         Liu, Tong & Liu, Profiling Pareto front with multi-objective Stein variational gradient descent, NeurIPS 2021.
 
     Differences:
         The reference code adds `sum_j kappa_kj g*_j`, directions at the parameters of other solutions, along which the
-        losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem. Its
-        weights may be negative: repulsion drives the ends of a front beyond it.
+        losses of solution k may grow. Its weights may be negative: repulsion drives the ends of a front beyond it.
     """
     strength = number("repulsion", repulsion, NOT_NEGATIVE, "The default is 1.0.")
     if bandwidth is not None:

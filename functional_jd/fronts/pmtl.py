@@ -32,7 +32,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
     Returns:
         A function from one of these preferences `[m]` to a rule: `rule=pmtl(u), preferences=u`. The rule needs the
         Gramian and the losses, and remembers the number of steps, int64 `[]`. Weights `[m]`, float64, may be negative
-        in the first phase and outside of the sector. Differentiable with respect to the Gramian and preferences.
+        outside of the sector. Differentiable with respect to the Gramian and preferences.
 
     Guarantees:
         Invariant to the lengths of preferences; homogeneous in the Jacobian, and the same for losses that are scaled
@@ -44,18 +44,9 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         initial solution in the sector, then the restricted descent.
 
     Differences:
-        The programs are solved exactly. A solution that reaches its sector in the first phase goes on at once; the
-        reference code has all solutions wait, or stop.
-
-    Example:
-        >>> losses = lambda w: torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
-        >>> u = fronts.lattice(2, 6)
-        >>> method = {"losses": losses, "rule": fronts.pmtl(u), "preferences": u, "optimizer": sgd(0.05)}
-        >>> front = fronts.train(torch.zeros(2), [()] * 100, **method)
+        The programs are solved exactly. A solution that reaches its sector goes on at once, and does not wait or stop.
     """
     check_matrix("preferences", preferences, "Take lattice(m, divisions).")
-    if not len(preferences):
-        raise ValueError("pmtl: preferences must be at least one, found none. Take lattice(m, divisions).")
     check_integer("warmup", warmup, 0, "It counts steps.")
     units = _units(preferences.double())
     least_norm = mgda().update

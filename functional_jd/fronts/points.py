@@ -24,8 +24,7 @@ def non_dominated(points: Tensor) -> Tensor:
         bool `[K]`. Equal points do not dominate each other; a point that is not finite counts as dominated.
 
     Guarantees:
-        Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
-        of each loss. Time and memory grow as `K^2 m`.
+        Invariant to increasing functions of each loss. Time and memory grow as `K^2 m`.
     """
     check_matrix("points", points)
     left, right = points.unsqueeze(-2), points.unsqueeze(-3)
@@ -46,8 +45,8 @@ def knee(points: Tensor) -> Tensor:
         int64 `[]`, its index; the first of several.
 
     Guarantees:
-        Not dominated, as far as a point is finite. Invariant to permutations of the losses, and to scaling and shifting
-        each. A loss that is the same everywhere on the front does not count.
+        Not dominated, as far as a point is finite. Invariant to scaling and shifting each loss. A loss that is the same
+        everywhere on the front does not count.
 
     Source:
         Das, On characterizing the "knee" of the Pareto curve based on normal-boundary intersection, Structural
@@ -55,10 +54,6 @@ def knee(points: Tensor) -> Tensor:
 
     Differences:
         For more than two losses, the plane is that of `sum_i = 1` in losses between ideal and nadir.
-
-    Example:
-        >>> int(knee(torch.tensor([[0.0, 1.0], [0.1, 0.2], [1.0, 0.0]])))
-        1
     """
     check_matrix("points", points)
     if not len(points):
@@ -85,16 +80,12 @@ def lattice(m: int, divisions: int) -> Tensor:
         at most 2^20.
 
     Guarantees:
-        The rows are distinct; a permutation of the columns gives the same set. The corners, which leave all objectives
-        but one aside, are among them; those of `divisions >= m` hold points with all entries positive.
+        The corners, which leave all objectives but one aside, are among the rows; with `divisions >= m`, so are some
+        whose entries are all positive.
 
     Source:
         Das & Dennis, Normal-boundary intersection: a new method for generating the Pareto surface in nonlinear
         multicriteria optimization problems, SIAM Journal on Optimization 8, 1998, section 3.3.
-
-    Example:
-        >>> lattice(2, 4)[:, 0]
-        tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000], dtype=torch.float64)
     """
     check_integer("m", m, 1, "It counts objectives.")
     check_integer("divisions", divisions, 1, "For two objectives there are divisions + 1 preferences.")

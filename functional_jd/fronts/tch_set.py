@@ -14,7 +14,6 @@ def tch_set(mu: Number = 0.1, weights: Numbers | None = None, reference: Numbers
     """K solutions that share m losses among them, K far below m: smooth Tchebycheff set scalarization (STCH-Set).
 
     `s = mu log sum_i exp(u_i (n_i - z_i) / mu)` with `n_i = -mu log sum_k exp(-L_ki / mu)`, the smooth least of loss i,
-
     so that `w_ki = u_i softmax_i(u (n - z) / mu) softmax_k(-L_i / mu)`
 
     Args:
@@ -23,14 +22,13 @@ def tch_set(mu: Number = 0.1, weights: Numbers | None = None, reference: Numbers
         reference: z `[m]`, the best value of each loss. Default: 0.
 
     Returns:
-        A `Population` that needs the losses alone, in like units; its solutions start apart. Weights `[K, m]`, float64,
-        not negative. Differentiable with respect to losses and hyper-parameters.
+        A `Population` that needs the losses, in like units; its solutions start apart. Weights `[K, m]`, float64, not
+        negative. Differentiable with respect to losses and hyper-parameters.
 
     Guarantees:
         s lies between `t - mu max_i u_i log K` and `t + mu log m`, with `t = max_i u_i (min_k L_ki - z_i)`. One
-        solution follows `stch`. Equivariant to permutations of the solutions and of the losses; invariant to
-        multiplying losses, reference and mu by c. A solution that is not finite has NaN weights, and does not touch the
-        others.
+        solution follows `stch`. Equivariant to permutations; homogeneous in losses, reference, mu. A solution that is
+        not finite has NaN weights, and does not touch the others.
 
     Source:
         Lin, Liu, Zhang, Liu, Wang & Zhang, Few for many: Tchebycheff set scalarization for many-objective optimization,

@@ -66,9 +66,8 @@ def train(
     """Train one solution per preference, all of them in every step: `vmap` of `step` over the preferences.
 
     Args:
-        start: the parameters at which every solution starts; for a population, those of all solutions, stacked, which
-            differ: leaves `[K, ...]`, as from `torch.func.stack_module_state`; or the `Front` of an earlier call, to go
-            on with.
+        start: the parameters of every solution; for a population, of all solutions, which differ, stacked: leaves
+            `[K, ...]`, as from `torch.func.stack_module_state`. Or the `Front` of an earlier call, to go on with.
         batches: as for `fit`. Every solution sees every batch.
         losses: as for `step`.
         rule: the rule of a preference `[m]`: `tchebycheff`, `lambda u: stch(0.1, u)`, `lambda u: pbi(5.0, u)`,
@@ -79,9 +78,8 @@ def train(
             for a population.
         scale, buffers, engine, has_aux: as for `train_state`; every solution has its own scale and buffers.
         chunk_size: how many solutions at once, where memory is short; `None`: all. Not for a population.
-        compile: how the step of all solutions is run. `False`: its Python code. `"eager"`: its operators, recorded by
-            `compiled` at the first step: the same bits, in a third of the time for small solutions. `True`, or
-            `"inductor"`: machine code. The losses then read anything except their arguments once.
+        compile: how the step is run. `False`: its Python code. `"eager"`: its operators, as `compiled` records them:
+            the same bits, in a third of the time for small solutions. `True`, or `"inductor"`: machine code.
         on_step, progress, patience: as for `fit`; leaves of infos and states have K as their first dimension, and a
             step counts as skipped if no solution took it.
 
@@ -158,8 +156,7 @@ def _first_of(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     """The first batch, and an iterator over the others."""
     if not isinstance(batches, Iterable) or (isinstance(batches, Tensor) and not batches.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("batches", "a DataLoader, a list or a generator", batches, "Of no arguments: [()].")
-    remaining = iter(batches)
-    for first in remaining:
+    for first in (remaining := iter(batches)):
         return first, remaining
     raise ValueError("train: batches must have an item, found none. Pass [()] for losses of params alone.")
 
@@ -180,9 +177,10 @@ def _checked_population(
     leaves, _ = floating_leaves(start)
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
+        found = [list(leaf.shape) for leaf in leaves[:3]]
         raise ValueError(
-            "train: start must be the stacked parameters of a population, leaves [K, ...], found shapes "
-            f"{[list(leaf.shape) for leaf in leaves[:3]]}. Stack them: torch.func.stack_module_state(models)[0]."
+            f"train: start must be stacked parameters of a population, leaves [K, ...], found shapes {found}. "
+            "Stack them: torch.func.stack_module_state(models)[0]."
         )
     return tree_map(lambda x: x.detach(), start), leaves[0].new_empty((len(leaves[0]), 0)).detach()
 

@@ -162,7 +162,7 @@ def test_on_a_line_the_best_solutions_are_evenly_spread(k):
         ([1.0, torch.nan], torch.ones(2, 2), ValueError, "hypervolume_gradient: reference must be finite"),
         (torch.ones(2, dtype=torch.int64), torch.ones(2, 2), TypeError, "reference must be a floating-point tensor"),
         ([1.0] * 3, torch.ones(2, 2), ValueError, "hypervolume_gradient: reference must be one per row, found 3 and 2"),
-        ([1.0] * 5, torch.ones(2, 5), ValueError, "hypervolume_gradient: losses must be at most 4, found 5"),
+        ([1.0] * 5, torch.ones(2, 5), ValueError, "hypervolume_gradient: losses must be at most 4, .*found 5"),
     ],
 )
 def test_what_does_not_fit_is_refused(reference, points, kind, message):

@@ -144,7 +144,6 @@ def test_many_preferences_and_losses_that_are_not_finite():
     [
         (([[1.0]],), TypeError, "pmtl: preferences must be a floating-point tensor"),
         ((torch.ones(2),), ValueError, r"pmtl: preferences must be \[K, m\], one in a row, found torch.float32 \[2\]"),
-        ((torch.ones(0, 2),), ValueError, "preferences must be at least one, found none"),
         ((torch.ones(2, 2), -1), ValueError, "pmtl: warmup must be an integer of at least 0"),
         ((torch.ones(2, 2), 1.5), (TypeError, ValueError), "pmtl: warmup must be an integer"),
     ],
