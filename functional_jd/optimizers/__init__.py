@@ -4,7 +4,7 @@ from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.by_label import by_label
-from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.clipping import clip_by_norm, global_norm
 from functional_jd.optimizers.line_search import line_search
 from functional_jd.optimizers.noised import noised
 from functional_jd.optimizers.sgd import sgd
@@ -14,7 +14,6 @@ __all__ = [
     "adamw",
     "by_label",
     "clip_by_norm",
-    "clip_by_value",
     "from_torch",
     "from_transformation",
     "global_norm",

@@ -1,4 +1,4 @@
-"""Clipping of pytrees by norm and by value: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` as pure functions.
+"""Clipping of pytrees by norm: `torch.nn.utils.clip_grad_norm_` as a pure function.
 
     direction = clip_by_norm(aggregate(rule, jacobian).direction, 1.0)
 
@@ -8,13 +8,11 @@ tensor. ValueError: an empty tree, a negative bound, or a `norm_type` below 1.
 
 import math
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import at_least, check_number
-from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import over_all_ranks, shard_of, sharded_as, sum_over_shards
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_map
 from functional_jd.core.types import Direction
@@ -79,35 +77,6 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
         return torch.where(exceeds, (d.to(unit.dtype) / unit * factor).to(d.dtype), d)
 
     return tree_map(lambda d: sharded_as(clipped(shard_of(d)), d), direction)
-
-
-def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
-    """Clamp every entry of a direction to the range from `-limit` to `limit`.
-
-    `min(max(d_k, -limit), limit)`
-
-    Args:
-        direction: pytree of floating-point tensors of any shapes, unscaled.
-        limit: a number >= 0 or a tensor `[]`, in the unit of the direction.
-
-    Returns:
-        A pytree like the direction, in its dtypes.
-
-    Guarantees:
-        Idempotent; entries within the limit are returned bit for bit. NaN stays NaN; infinity becomes the limit, so
-        check the `finite` of `unscale` first.
-
-    Source:
-        `torch.nn.utils.clip_grad_value_`.
-    """
-    check_number("limit", limit, at_least(0), "Pass math.inf to clip nothing.", tensors=True)
-    floating_leaves(direction)
-    bound: Any = limit
-
-    def clamped(d: Tensor) -> Tensor:
-        return at_least_float32(d).clamp(-bound, bound).to(d.dtype)
-
-    return tree_map(lambda d: sharded_as(clamped(shard_of(d)), d), direction)
 
 
 def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Tensor]:

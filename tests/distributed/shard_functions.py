@@ -74,9 +74,6 @@ def check_the_functions_of_a_step_by_hand():
                 fj.optimizers.clip_by_norm(direction, bound, power),
                 16 * eps,
             )
-    close(
-        fj.optimizers.clip_by_value(d, torch.tensor(0.1)), fj.optimizers.clip_by_value(direction, torch.tensor(0.1)), 0
-    )
     for taken in (True, False):
         chosen = fj.precision.select(torch.tensor(taken), d, p)
         close(chosen, direction if taken else params, 0)

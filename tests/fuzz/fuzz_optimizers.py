@@ -78,11 +78,6 @@ OPTIMIZERS = {
         lambda: {"direction": params(), "max_norm": 1.0, "norm_type": 2.0},
         {"direction": FLOATS, "max_norm": NOT_NEGATIVE | {"inf"}, "norm_type": kinds({"inf"})},
     ),
-    "clip_by_value": Call(
-        jd.optimizers.clip_by_value,
-        lambda: {"direction": params(), "limit": 1.0},
-        {"direction": FLOATS, "limit": NOT_NEGATIVE | {"inf"}},
-    ),
 }
 
 

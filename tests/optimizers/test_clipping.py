@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.clipping import clip_by_norm, global_norm
 from functional_jd.precision.autocast import autocast
 
 numbers = st.lists(st.integers(-50, 50).map(float), min_size=5, max_size=5)
@@ -54,12 +54,6 @@ def test_clipping_by_norm_is_that_of_torch(values, bound, power):
     check_within(flat(clip_by_norm(tree(values), bound, power)), expected, (TORCH + 16 * eps()) * expected.abs())
 
 
-@given(values=numbers, bound=bounds)
-def test_clipping_by_value_is_that_of_torch(values, bound):
-    expected, _ = by_torch(nn.utils.clip_grad_value_, tree(values), bound)
-    assert torch.equal(flat(clip_by_value(tree(values), bound)), expected)
-
-
 @given(numbers, bounds)
 def test_what_is_short_enough_keeps_its_bits_and_the_rest_gets_the_length(values, bound):
     clipped = flat(clip_by_norm(tree(values), bound))
@@ -100,9 +94,7 @@ def test_neither_huge_nor_tiny_entries_leave_the_range(dtype, size):
 def test_leaves_keep_their_dtype_and_norms_are_at_least_single(dtype):
     direction = tree([60000.0, -60000.0, 0.0, 0.0, 60000.0], dtype)
     clipped = clip_by_norm(direction, torch.tensor(300.0, dtype=torch.float64))
-    limited = clip_by_value(direction, torch.tensor(1e6))
-    assert {leaf.dtype for leaf in (flat(clipped), flat(limited), clipped["rest"][1], limited["rest"][1])} == {dtype}
-    assert torch.equal(flat(limited), flat(direction))
+    assert {leaf.dtype for leaf in (flat(clipped), clipped["rest"][1])} == {dtype}
     rounding = eps(dtype) / 2 + 8 * eps(torch.promote_types(dtype, torch.float32))
     assert flat(clipped).norm(dtype=torch.float64).item() == pytest.approx(300.0, rel=rounding)
     assert global_norm(direction).dtype == torch.promote_types(dtype, torch.float32)
@@ -134,16 +126,13 @@ def test_what_is_not_finite_is_never_hidden_by_the_norm(poison):
     _, norm = by_torch(nn.utils.clip_grad_norm_, direction, 1.0)
     torch.testing.assert_close(global_norm(direction), norm, equal_nan=True)
     assert not flat(clip_by_norm(direction, 1.0)).isfinite().all()
-    theirs, _ = by_torch(nn.utils.clip_grad_value_, direction, 2.5)
-    torch.testing.assert_close(flat(clip_by_value(direction, 2.5)), theirs, equal_nan=True)
 
 
 def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
     direction = tree([1.0, -9.0, 2.0, 3.0, 4.0])
-    for clip in (clip_by_norm, clip_by_value):
-        first = flat(clip(direction, 2.0))
-        assert torch.equal(first, flat(clip(direction, 2.0)))
-        assert flat(direction).tolist() == [1.0, -9.0, 2.0, 3.0, 4.0]
+    first = flat(clip_by_norm(direction, 2.0))
+    assert torch.equal(first, flat(clip_by_norm(direction, 2.0)))
+    assert flat(direction).tolist() == [1.0, -9.0, 2.0, 3.0, 4.0]
 
 
 # Transforms
@@ -157,18 +146,14 @@ def test_derivatives_match_finite_differences(values, bound, power):
     bound = torch.tensor(bound, dtype=torch.float64)
     norm = torch.linalg.vector_norm(values, power)
     assume(abs(norm - bound) > 1e-3)
-    assume((values.abs() - bound).abs().min() > 1e-3)  # both functions have kinks there
 
     def by_norm(values, bound):
         return flat(clip_by_norm(tree_of(values), bound, power))
 
-    def by_value(values, bound):
-        return flat(clip_by_value(tree_of(values), bound))
-
-    for f in (by_norm, by_value):
-        inputs = values.clone().requires_grad_(), bound.clone().requires_grad_()
-        torch.autograd.gradcheck(f, inputs)
-        close(torch.func.jacfwd(f, argnums=(0, 1))(values, bound), torch.func.jacrev(f, argnums=(0, 1))(values, bound))
+    inputs = values.clone().requires_grad_(), bound.clone().requires_grad_()
+    torch.autograd.gradcheck(by_norm, inputs)
+    forward, reverse = (road(by_norm, argnums=(0, 1)) for road in (torch.func.jacfwd, torch.func.jacrev))
+    close(forward(values, bound), reverse(values, bound))
     torch.autograd.gradcheck(lambda values: global_norm(tree_of(values), power), values.clone().requires_grad_())
 
 
@@ -195,22 +180,21 @@ def test_derivatives_at_zero_are_finite(bound):
 def test_vmap_is_a_loop_over_directions_and_bounds():
     batch = torch.tensor([[3.0, 4.0, 0.0, 0.0, 0.0], [1e30, 0.0, 0.0, 0.0, -1e30], [0.1, 0.2, 0.0, 0.0, 0.0]])
     limits = torch.tensor([1.0, 2.0, 3.0])
-    for clip in (clip_by_norm, clip_by_value):
-        together = torch.vmap(lambda v, bound, clip=clip: flat(clip(tree_of(v), bound)))(batch, limits)
-        alone = torch.stack([flat(clip(tree_of(v), b)) for v, b in zip(batch, limits, strict=True)])
-        check_within(together, alone, 8 * eps(torch.float32) * alone.abs())
+    together = torch.vmap(lambda v, bound: flat(clip_by_norm(tree_of(v), bound)))(batch, limits)
+    alone = torch.stack([flat(clip_by_norm(tree_of(v), b)) for v, b in zip(batch, limits, strict=True)])
+    check_within(together, alone, 8 * eps(torch.float32) * alone.abs())
 
 
 def test_one_graph_serves_every_direction_and_bound():
-    def both(values, bound):
-        return flat(clip_by_norm(tree_of(values), bound)), flat(clip_by_value(tree_of(values), bound))
+    def clip(values, bound):
+        return (flat(clip_by_norm(tree_of(values), bound)),)
 
     torch._dynamo.reset()
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(clip, fullgraph=True, backend="aot_eager")
     for values in ([3.0, 4.0, 0.0, 0.0, 0.0], [3e38] * 5, [0.0] * 5):
         for bound in (0.0, 2.0, 1e38):
             values, bound = torch.as_tensor(values), torch.tensor(bound)
-            close(compiled(values, bound), both(values, bound))
+            close(compiled(values, bound), clip(values, bound))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -219,7 +203,7 @@ def test_autocast_around_it_changes_nothing(dtype, kept):
     direction = tree([3.3, 4.4, 5.5, 0.0, 0.1], kept)
 
     def everything():
-        return flat(clip_by_norm(direction, 1.0)), flat(clip_by_value(direction, 1.0)), global_norm(direction)
+        return flat(clip_by_norm(direction, 1.0)), global_norm(direction)
 
     with torch.autocast("cpu", dtype):
         native = everything()
@@ -232,11 +216,9 @@ def test_bad_input_is_named(bad):
     direction = tree([1.0] * 5)
     with pytest.raises(ValueError, match=r"clip_by_norm: max_norm must be a number >= 0, found"):
         clip_by_norm(direction, bad)
-    with pytest.raises(ValueError, match=r"clip_by_value: limit must be a number >= 0, found"):
-        clip_by_value(direction, bad)
     with pytest.raises(ValueError, match=r"global_norm: norm_type must be a number >= 1, found"):
         global_norm(direction, bad)
     with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 in 'n'"):
         clip_by_norm({"n": torch.ones(2, dtype=torch.int64)}, 1.0)
-    with pytest.raises(ValueError, match=r"clip_by_value: expected at least one parameter tensor"):
-        clip_by_value({}, 1.0)
+    with pytest.raises(ValueError, match=r"clip_by_norm: expected at least one parameter tensor"):
+        clip_by_norm({}, 1.0)

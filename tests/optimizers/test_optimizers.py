@@ -20,7 +20,7 @@ from functional_jd.optimizers.adamw import adamw, fused_adamw_op
 from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.by_label import by_label
-from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.clipping import clip_by_norm, global_norm
 from functional_jd.optimizers.line_search import line_search
 from functional_jd.optimizers.noised import noised
 from functional_jd.optimizers.sgd import sgd
@@ -355,7 +355,6 @@ SETTINGS = {
         lambda x: clip_by_norm(torch.ones(2), 1.0, x),
         r"clip_by_norm: norm_type must be a number",
     ),
-    "clip_by_value limit": (lambda x: clipping(lambda d: clip_by_value(d, x)), [0.1, 0.5]),
     "global_norm norm_type": (lambda x: global_norm(torch.ones(2), x), r"global_norm: norm_type must be a number"),
 }
 
