@@ -11,7 +11,7 @@ from functional_jd.core.arguments import at_least, check_function, check_mapping
 from functional_jd.core.rows import as_matrix, per_row
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Jacobian, Losses
-from functional_jd.testing.measures import TOLERANCE, Case, check_case, checked, flat, reach_of, variants
+from functional_jd.testing.measures import TOLERANCE, Case, check_case, flat, reach_of, variants
 
 # The relative step of differences. Directions are known to 2^-26 of the reach only, which is divided by the step.
 _STEP = 2.0**-10
@@ -54,7 +54,7 @@ def hyper_parameters_are_values(
     check_mapping("hyper", hyper, cure)
     for name, number in hyper.items():
         check_number(name, number, at_least(-math.inf), cure)
-    check_case(jacobian, others, losses)
+    check_case(build(**hyper), jacobian, others, losses)
     cases = variants(jacobian, others, losses)
 
     for name, number in hyper.items():
@@ -66,7 +66,6 @@ def hyper_parameters_are_values(
         _check_slopes(f"{name}={number:.6g}", number, known, _of_third_order(known), directions)
 
 
-@checked
 def differentiable(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction has a derivative by the Jacobian, that of differences: `d/dt A(J + t V)`, of three steps.
 
@@ -80,6 +79,7 @@ def differentiable(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
 
     Source: the definition of a derivative.
     """
+    check_case(rule, jacobian, others, losses)
     cases = variants(jacobian, others, losses)
 
     def along(start: float) -> _Directions:

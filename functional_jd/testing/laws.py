@@ -25,9 +25,9 @@ from functional_jd.testing.measures import (
     TOLERANCE,
     Law,
     also_later,
+    check_case,
     check_close,
     check_same,
-    checked,
     element,
     flat,
     has_rest,
@@ -50,7 +50,6 @@ from functional_jd.testing.measures import (
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@checked
 def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The same arguments give the same bits in every call, and nothing that the rule is given or closes over changes.
 
@@ -58,6 +57,7 @@ def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses
 
     Source: the definition of a pure function.
     """
+    check_case(rule, jacobian, others, losses)
     arguments = tree_map(torch.clone, (jacobian, others, losses))
     rng_state = torch.get_rng_state()
     first = aggregate(watched(rule), jacobian, None, *others, losses=losses)
@@ -70,7 +70,6 @@ def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses
     check_same(torch.get_rng_state(), rng_state, "the global random number generator was used")
 
 
-@checked
 def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is like params; weights are `[m]`, for all rows or those below a key, or broadcast to the Jacobian;
     the state keeps its structure.
@@ -79,6 +78,7 @@ def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
 
     Source: the contract of `aggregate`; a state of changing structure or shapes recompiles and cannot be batched.
     """
+    check_case(rule, jacobian, others, losses)
     result = aggregate(rule, jacobian, None, *others, losses=losses)
     row = tree_map(lambda leaf: leaf[0], jacobian)
     assert structure_of(result.direction) == structure_of(row), "the direction is not shaped like params"
@@ -94,12 +94,12 @@ def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
     assert strides[0] == strides[1], "the state changes its strides, which compiles anew: .clone() what is a view"
 
 
-@checked
 def finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """Finite Jacobians, degenerate or not, give finite weights, direction and state, in three steps. Exact.
 
     Source: the contract of `aggregate`.
     """
+    check_case(rule, jacobian, others, losses)
     state = None
     for case in variants(jacobian, others, losses):
         result = _step(rule, state, *case)
@@ -108,7 +108,6 @@ def finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
             assert all(leaf.isfinite().all() for leaf in tree_leaves(value)), f"not finite: the {name}"
 
 
-@checked
 def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """`vmap` over Jacobians and states equals a loop: `vmap(A)([J1, J2, J3]) = [A(J1), A(J2), A(J3)]`.
 
@@ -116,6 +115,7 @@ def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Los
 
     Source: the contract of `aggregate`.
     """
+    check_case(rule, jacobian, others, losses)
     cases = variants(jacobian, others, losses)
     batch = tree_map(lambda *leaves: torch.stack(leaves), *cases)
     first = torch.vmap(partial(_step, rule, None))(*batch)
@@ -127,7 +127,6 @@ def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Los
         check_close(element(second, i), expected, case[0], "vmap differs from the loop in the second step")
 
 
-@checked
 def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """`torch.compile(fullgraph=True)` gives the same results, with one graph for all values and states.
 
@@ -135,6 +134,7 @@ def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Lo
 
     Source: the contract of `aggregate`.
     """
+    check_case(rule, jacobian, others, losses)
     cases = variants(jacobian, others, losses)
     # Cloned, because torch.compile would recognise a tensor from the closure of the rule, and specialise on it.
     state = tree_map(torch.clone, start(rule, jacobian, *others, losses=losses))
@@ -149,7 +149,6 @@ def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Lo
             state = expected.state
 
 
-@checked
 @also_later
 def tree_equals_flat(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction does not depend on how parameters are split into tensors: `flat(A(tree)) = A(flat(tree))`.
@@ -159,13 +158,13 @@ def tree_equals_flat(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, lo
 
     Source: the contract of `aggregate`.
     """
+    check_case(rule, jacobian, others, losses)
     expected = aggregate(rule, jacobian, None, *others, losses=losses)
     trees = [tree_map(split_columns, rows) for rows in (jacobian, *others)]
     found = aggregate(rule, trees[0], None, *trees[1:], losses=losses)
     check_close(found, expected, jacobian, "the direction depends on how parameters are stored")
 
 
-@checked
 @also_later
 def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """For float16, bfloat16 and float32 Jacobians the direction is that in float64, rounded.
@@ -176,6 +175,7 @@ def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losse
 
     Source: the contract of `aggregate`.
     """
+    check_case(rule, jacobian, others, losses)
     for dtype in _LOW:
         low = lowered((jacobian, *others), dtype)
         wide = [tree_map(torch.Tensor.double, rows) for rows in low]
@@ -187,7 +187,6 @@ def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losse
         check_close(found, expected, wide[0], f"{dtype} gives another direction", relative, subnormal)
 
 
-@checked
 def non_finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """A non-finite Jacobian gives a non-finite direction, not an exception, so that the step can be skipped.
 
@@ -195,6 +194,7 @@ def non_finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: 
 
     Source: the contract of `aggregate`.
     """
+    check_case(rule, jacobian, others, losses)
     matrices = (jacobian, *others)
     later_state = aggregate(rule, jacobian, None, *others, losses=losses).state
     for value, row in ((torch.nan, 0), (torch.inf, -1), (-torch.inf, 0)):
@@ -206,7 +206,6 @@ def non_finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: 
                 assert not flat(direction).isfinite().all(), f"{value} in row {row} gives a finite direction"
 
 
-@checked
 @also_later
 def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction does not depend on the order of the objectives: `A(P J) = A(J)` for permutations P.
@@ -215,6 +214,7 @@ def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacob
 
     Source: no paper; the order of the losses is arbitrary.
     """
+    check_case(rule, jacobian, others, losses)
     expected = aggregate(rule, jacobian, None, *others, losses=losses)
     m = tree_leaves(jacobian)[0].shape[0]
     for order in (torch.arange(m).flip(0), torch.arange(m).roll(1)):
@@ -224,7 +224,6 @@ def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacob
         check_close(found, expected, jacobian, f"the order of the rows matters: {order.tolist()}")
 
 
-@checked
 def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """To first order, a step increases no loss: `J A(J) >= 0`.
 
@@ -233,6 +232,7 @@ def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, los
 
     Source: Quinton & Rey, arXiv 2406.16232, among the desired properties.
     """
+    check_case(rule, jacobian, others, losses)
     for state in states_of(rule, jacobian, others, losses):
         result = aggregate(rule, jacobian, state, *others, losses=losses)
         J, direction = matrix(jacobian), flat(result.direction)
@@ -247,7 +247,6 @@ def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, los
         assert (rows @ direction >= -rounding * rows.norm(dim=1)).all(), f"rows of {dtype} are conflicted with"
 
 
-@checked
 @also_later
 def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction scales as the losses do: `A(c J) = c A(J)` for `c > 0`, here 2^-40, 3 and 2^40.
@@ -256,6 +255,7 @@ def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses:
 
     Source: Quinton & Rey, arXiv 2406.16232: linearity under scaling of the rows implies it.
     """
+    check_case(rule, jacobian, others, losses)
     expected = aggregate(rule, jacobian, None, *others, losses=losses)
     for c in (2.0**-40, 3.0, 2.0**40):
         scaled = [rescaled(rows, c) for rows in (jacobian, *others)]
@@ -264,7 +264,6 @@ def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses:
         check_close(found, expected, jacobian, f"the Jacobian times {c:g} does not give {c:g} times the direction")
 
 
-@checked
 @also_later
 def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is linear in the scales of the rows: `A(diag(a + b) J) = A(diag(a) J) + A(diag(b) J)`, `a, b > 0`.
@@ -273,6 +272,7 @@ def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jaco
 
     Source: Quinton & Rey, arXiv 2406.16232, among the desired properties.
     """
+    check_case(rule, jacobian, others, losses)
     m = tree_leaves(jacobian)[0].shape[0]
     a = torch.arange(1, m + 1, dtype=torch.float64)
     b = 2 ** a.flip(0)
@@ -285,7 +285,6 @@ def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jaco
     assert error.abs().max() <= allowed, "the direction is not linear in the scales of the rows"
 
 
-@checked
 def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """Weights are on the simplex, for every entry if they are entrywise: `weights >= 0`, `sum_i weights_i = 1`.
 
@@ -294,6 +293,7 @@ def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012: the convex hull of the gradients.
     """
+    check_case(rule, jacobian, others, losses)
     for state in states_of(rule, jacobian, others, losses):
         result = aggregate(rule, jacobian, state, *others, losses=losses)
         if has_rest(jacobian, result.weights):
@@ -304,7 +304,6 @@ def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
             assert ((leaf.sum(0) - 1).abs() <= 2.0**-20).all(), f"weights do not add up to one: {leaf.tolist()}"
 
 
-@checked
 def weakly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is zero at Pareto stationary points only: `A(J) = 0` implies `w'J = 0` for some `w >= 0`, `w != 0`.
 
@@ -313,13 +312,13 @@ def weakly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, l
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012.
     """
+    check_case(rule, jacobian, others, losses)
     for J in unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
         system = torch.cat([J.mT, torch.ones(1, len(J), dtype=torch.float64)])
         _, residual = nnls(system.numpy(), [0.0] * (len(system) - 1) + [1.0])
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not Pareto stationary"
 
 
-@checked
 def strongly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is zero at strongly stationary points only: `A(J) = 0` implies `w'J = 0` for some `w > 0`.
 
@@ -327,12 +326,12 @@ def strongly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian,
 
     Source: TorchJD, the library of Quinton & Rey, which tests UPGrad under this name. MGDA does not obey it.
     """
+    check_case(rule, jacobian, others, losses)
     for J in unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
         _, residual = nnls(J.mT.numpy(), -J.sum(0).numpy())  # w = 1 + v with v >= 0, since w can be rescaled
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not strongly stationary"
 
 
-@checked
 @also_later
 def rotation_blind(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The rule is equivariant to rotations of the parameters: `A(J Q) = A(J) Q` for `Q Q' = 1`.
@@ -341,6 +340,7 @@ def rotation_blind(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
 
     Source: holds for every function of the Gramian.
     """
+    check_case(rule, jacobian, others, losses)
     expected = aggregate(rule, jacobian, None, *others, losses=losses)
     matrices = [tree_map(rotated, rows) for rows in (jacobian, *others)]
     found = aggregate(rule, matrices[0], None, *matrices[1:], losses=losses)

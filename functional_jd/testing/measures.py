@@ -26,21 +26,6 @@ Law: TypeAlias = Callable[..., None]
 """`law(rule, jacobian, *others, losses=None)`; others and losses are for rules that use them."""
 
 
-def checked(law: Law) -> Law:
-    """A law that refuses, in its own name, what is no rule and no case."""
-
-    @wraps(law)
-    def run(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-        try:
-            check_rule(rule)
-            check_case(jacobian, others, losses)
-        except (TypeError, ValueError) as error:  # which begins with the name of another function, or of the package
-            raise type(error)(f"{law.__name__}:{str(error).partition(':')[2]}") from None
-        law(rule, jacobian, *others, losses=losses)
-
-    return run
-
-
 def also_later(law: Law) -> Law:
     """A law that a rule with memory must obey in a later step too, after a first one with the rows of the law."""
 
@@ -64,8 +49,9 @@ def states_of(rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...]
     return [None, later] if tree_leaves(later) else [None]
 
 
-def check_case(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
-    """Refuse what are no Jacobians of the same parameters and objectives, or not their losses."""
+def check_case(rule: Any, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
+    """Refuse what is no rule, what are no Jacobians of the same parameters and objectives, or not their losses."""
+    check_rule(rule)
     m = row_count(jacobian)
     for other in others:
         row_count(other)
