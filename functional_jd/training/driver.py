@@ -221,12 +221,10 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
     by_products, scaled = seen.products is not None, plan.scale is not None
 
     def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> Weighed:
-        received = given
-        if by_products:
-            if plan.guarded and finite is None:
-                given, finite = without_overflow(given, plan.scale_state.scale.ndim)
-            received = plan.view.receive(seen._replace(products=given, losses=losses))
+        if by_products and plan.guarded and finite is None:
+            given, finite = without_overflow(given, plan.scale_state.scale.ndim)
         known = seen._replace(losses=losses, products=given if by_products else None)
+        received = plan.view.receive(known) if by_products else given
         weights, memory = apply_rule(plan.rule, received, memory, known)
         verdict = verdict_of(scale, finite, losses) if scaled and finite is not None else None
         own = weights
@@ -241,9 +239,8 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
     device = plan.scale_state.scale.device
     if found.verdict is None or device.type == "cpu" or (has_float64(device) and not plan.rule.on_host):
         return found
-    finite, moved, scale = found.verdict
-    # What came from the host shares memory, and `torch.save` takes no memory that is shared by dtypes.
-    return found._replace(verdict=Verdict(finite, moved, scale._replace(scale=scale.scale.clone())))
+    scale = found.verdict.scale  # what came from the host shares memory, which `torch.save` does not take
+    return found._replace(verdict=found.verdict._replace(scale=scale._replace(scale=scale.scale.clone())))
 
 
 def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Verdict]:
@@ -258,16 +255,12 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
         everywhere = all_finite((direction, seen.losses, weights))
         finite = everywhere if rows_finite is None else rows_finite & everywhere
         return direction, Verdict(finite, finite, plan.scale_state)
-    if passed is None:
-        sound, verdict = all_finite(direction), found.verdict or verdict_of(plan.scale_state, rows_finite, seen.losses)
-    else:  # weights that are not finite are the rule's doing, not an overflow
+    if passed is not None:  # weights that are not finite are the rule's doing, not an overflow
         return direction, verdict_of(plan.scale_state, passed, seen.losses, found.weights)
-    finite, moved, scale = verdict
-    if not finite.ndim:
-        moved = moved & sound
-        return direction, Verdict(moved, moved, scale)
+    sound, (finite, moved, scale) = all_finite(direction), cast(Verdict, found.verdict)
+    taken = moved & sound
     # The flags show that the step was skipped, also if the direction alone is not finite.
-    return direction, Verdict(torch.where(moved, sound, finite), moved & sound, scale)
+    return direction, Verdict(torch.where(moved, sound, finite) if finite.ndim else taken, taken, scale)
 
 
 def verdict_of(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = ()) -> Verdict:
