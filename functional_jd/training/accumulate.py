@@ -81,6 +81,10 @@ def accumulate(
             before returned. `per_example` losses take one scale `[]`.
         aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
         state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
+        skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone, with its losses and
+            buffers: means are then over the others. The scale backs off as if the step was skipped. A rule that looks
+            at losses alone has seen those of a part whose gradient overflows.
+        group: the ranks, each with parts of its own, as in `weights_fn`: as many on each rank.
 
     Returns:
         `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, check_integer, here, refuse
-from functional_jd.core.tree import all_finite
+from functional_jd.core.tree import all_finite, tree_names
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.training.state import StepInfo, TrainState, named_values
@@ -50,6 +50,7 @@ def fit(
     Raises:
         TypeError: `step` cannot be called with what a batch holds; `batches` is not iterable.
         TrainingStalled: too many steps in a row were skipped.
+        ValueError: a batch with losses of other names.
 
     Guarantees:
         Two calls on halves of the batches are one call on all.
@@ -191,11 +192,19 @@ class SkipWatch:
         # Of all steps since the last one that is known to be taken: the scale before, the flags, the answer.
         self.run: list[tuple[Any, Tensor, Tensor]] = []
         self.skipped = 0  # how many of them, from the first on, are known to be skipped
+        self.names: list[str] = []
 
     def follow(self, scale: Any, state: Any, info: Any) -> None:
         """Count a step, given the scale before it. Raise TrainingStalled for the last of `patience` skipped steps."""
         if not isinstance(info, StepInfo):
             return
+        names, before = tree_names(info.losses), self.names
+        if before and names != before:  # of which a rule without a memory cannot tell
+            raise ValueError(
+                f"{self.name}: all batches must have the same losses, found {before} and then {names}. For an "
+                "objective that a batch does not have, return 0 * another loss."
+            )
+        self.names = names
         self.run.append((scale, info.finite, was_taken(info)))
         if len(self.run) - self.skipped < _READ_EVERY and len(self.run) not in (WARN_AFTER, self.patience):
             return

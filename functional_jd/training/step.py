@@ -69,6 +69,8 @@ def step(
     Limits:
         To differentiate a sum of what a skipped step reports and the later state, take `torch.where(info.moved, loss,
         0)`: else derivatives are NaN. In forward mode the tangents of float16 rows carry the scale: start at 2**10.
+        A state without a memory of the rule and with one scale takes any number of losses, each time; `fit` and `steps`
+        raise. For an objective that a batch does not have, return `0 * another loss`.
 
     Example:
         >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])
