@@ -34,8 +34,9 @@ def step_table(info: Any) -> Table:
         return outline(info)
     text = "step taken" if isinstance(weights, Tensor) else "step taken, weights entry by entry"
     if not taken.all():
-        text = text.replace("taken", "skipped, not everything was finite")
-        if not finite.ndim and all(map(isfinite, chain(*values))):
+        causes = (name for name, own in zip(("losses", "weights"), values, strict=False) if not all(map(isfinite, own)))
+        text = text.replace("taken", f"skipped, {(cause := next(causes, 'derivatives'))} were not finite")
+        if not finite.ndim and cause == "derivatives":
             text += "; diagnose(jacobian) shows in which row"
     names, sizes = objective_names(losses), [1] * len(values[0])
     if len(names) > MAX_ROWS and len(columns["loss"]) > 1:  # residuals at many points: a row for each term

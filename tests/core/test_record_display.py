@@ -109,8 +109,10 @@ def test_step_info_lists_the_objectives_by_name():
 
 def test_a_skipped_step_says_so():
     info = jd.StepInfo(torch.tensor([1.0, torch.inf]), torch.tensor([0.5, 0.5]), torch.tensor([True, False]))
-    assert lines(info)[0] == "StepInfo: step skipped, not everything was finite"
+    assert lines(info)[0] == "StepInfo: step skipped, losses were not finite"
     assert lines(info)[-1].split() == ["1", "inf", "0.5", "no"]
+    info = jd.StepInfo(torch.tensor([1.0, -2.0]), torch.tensor([0.5, torch.nan]), torch.tensor([True, False]))
+    assert lines(info)[0] == "StepInfo: step skipped, weights were not finite"
     info = jd.StepInfo(torch.tensor([1.0, torch.nan]), torch.tensor([0.5, 0.5]), torch.tensor(False))
     assert "skipped" in lines(info)[0]
     assert lines(info)[-1].split() == ["1", "nan", "0.5"]
@@ -129,7 +131,7 @@ def test_a_skipped_step_says_how_to_find_the_row_where_it_shows_none():
     assert [line.split()[:2] for line in table.splitlines()[-2:]] == [["far", "nan"], ["near", "2"]]
     scaled = jd.train_state(state.params, *batch, scale=jd.scale_state(2.0, shape=(2,)), **how)
     displayed_as = lines(jd.step(scaled, *batch, **how)[1])
-    assert displayed_as[0] == "StepInfo: step skipped, not everything was finite"
+    assert displayed_as[0] == "StepInfo: step skipped, derivatives were not finite"
     assert [line.split()[-1] for line in displayed_as[2:]] == ["no", "yes"]
 
 
