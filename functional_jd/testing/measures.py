@@ -97,14 +97,10 @@ def has_rest(jacobian: Jacobian, weights: Tree) -> bool:
     return any(isinstance(weight, AffineWeights) for weight in leaves_like(tree_flatten(jacobian)[1], weights))
 
 
-def is_convex_combination(J: Tensor, direction: Tensor) -> bool:
-    largest = J.abs().max()
-    rows, target = (x / largest if largest > 0 else x for x in (J, direction))
-    if not target.isfinite().all():
-        return False
-    ones = torch.ones(1, len(rows), dtype=torch.float64)
-    _, residual = nnls(torch.cat([rows.mT, ones]).numpy(), torch.cat([target, ones[0, :1]]).numpy())
-    return bool(residual <= 2.0**-20)
+def distance_from_hull(rows: Tensor, point: Tensor) -> float:
+    """How far a finite point is from the convex combinations of the rows, about, by non-negative least squares."""
+    system = torch.cat([rows.mT, torch.ones(1, len(rows), dtype=torch.float64)])
+    return nnls(system.numpy(), [*point.tolist(), 1.0])[1]
 
 
 def check_close(

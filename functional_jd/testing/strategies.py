@@ -27,9 +27,6 @@ class Range(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.low:g} to {self.high:g}"
-
 
 def numbers(within: Range) -> st.SearchStrategy[float]:
     """Draw `low + t (high - low)`, t a multiple of 1/64 or a power of two down to 2^-16; shrinks to `low`."""
@@ -66,7 +63,8 @@ def jacobians(
     """
     _check_size("rows", rows)
     _check_size("columns", columns)
-    _check_dtype(dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("dtype", "a floating-point dtype", dtype, "Pass for instance torch.float64.")
     check_flag("wide", wide)
     if like is not None:
         floating_leaves(like)
@@ -98,11 +96,6 @@ def _check_size(name: str, size: Any) -> None:
     if not several or not 1 <= ends[0] <= ends[1]:
         expected = "a number of at least 1, or a minimum and a maximum"
         refuse(name, expected, size, "Pass for instance (1, 5).", ValueError)
-
-
-def _check_dtype(dtype: Any) -> None:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        refuse("dtype", "a floating-point dtype", dtype, "Pass for instance torch.float64.")
 
 
 def _sizes(size: Size) -> st.SearchStrategy[int]:
