@@ -31,7 +31,7 @@ from functional_jd.precision.loss_scale import select, unscale, update_scale, ze
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
 from functional_jd.training.checks import check_tensors, detach_parameters
-from functional_jd.training.driver import Verdict, Weighed, observe, prepare, pulled, verdict_of, weighed
+from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, verdict_of, weighed
 from functional_jd.training.weights import group_of_ranks
 
 
@@ -156,7 +156,7 @@ def _missed(plan: Plan, skip: str, group: Any) -> str:
     return "" if group is None else "no group, found one. Use step with replicated(group=group)"
 
 
-def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, Weighed]:
+def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:
     """The memory of the rule, its initial one (of the first rank) if there is none, and its answer."""
     memory = initial_state(plan.rule, plan.view, seen) if state is None else state
     memory = replicate(memory, group) if state is None and group is not None else memory
@@ -242,7 +242,7 @@ def _joined(trees: list[Any]) -> Any:
     return tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
 
 
-def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[Tree, Weighed], _Left | None, Tree]:
+def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[Tree, RuleAnswer], _Left | None, Tree]:
     """One backward pass for each part, with weights that look at no gradient."""
     known, taken, examples = None, 0, plan.kind.rows_are_examples
     if plan.view.losses or examples:

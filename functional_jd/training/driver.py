@@ -150,7 +150,7 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     return prepare(losses, state.params, batch, aggregator, scale=state.scale, buffers=state.buffers)[2]
 
 
-class Weighed(NamedTuple):
+class RuleAnswer(NamedTuple):
     """The answer of a rule to an observation."""
 
     weights: Weights
@@ -215,12 +215,12 @@ def _warn_of_zero_rows(key: str, products: Tensor) -> None:
         )
 
 
-def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
+def weighed(plan: Plan, seen: Observation, memory: Tree) -> RuleAnswer:
     """The weights of the rule, and the verdict of the flags, where the rule runs: on the host or here."""
     by_gramian = plan.view.products == "gramian" and plan.view.groups is None
     by_products, scaled = seen.products is not None, plan.scale is not None
 
-    def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> Weighed:
+    def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> RuleAnswer:
         if by_products and plan.guarded and finite is None:
             given, finite = without_overflow(given, plan.scale_state.scale.ndim)
         known = seen._replace(losses=losses, products=given if by_products else None)
@@ -230,7 +230,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
         own = weights
         if by_products:
             weights, own = weights_to_sum(weights, given, list(plan.leaves), by_autograd=not plan.guarded)
-        return Weighed(weights, memory, given if by_gramian else (), finite, verdict, own)
+        return RuleAnswer(weights, memory, given if by_gramian else (), finite, verdict, own)
 
     given = seen.products if by_products else plan.view.receive(seen)
     inputs = given, seen.finite, seen.losses, memory, plan.scale_state if scaled else ()
@@ -243,7 +243,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
     return found._replace(verdict=found.verdict._replace(scale=scale._replace(scale=scale.scale.clone())))
 
 
-def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Verdict]:
+def pulled(plan: Plan, seen: Observation, found: RuleAnswer) -> tuple[Direction, Verdict]:
     """The direction of the weights, and whether the step is taken."""
     direction, passed = seen.pullback(found.own)
     rows_finite = found.finite if passed is None else passed
