@@ -44,13 +44,6 @@ def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
 
 _ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter", "same": "sum", "mean": "share", "share": "mean"}
 
-_WITHOUT = {
-    "first": "what all ranks take over from the first (replicate, train_state with replicated())",
-    "least": "a smallest value or a flag of all ranks (agree)",
-    "most": "a largest value of all ranks",
-}
-"""Those whose derivatives in reverse mode are not told."""
-
 _REDUCTIONS = {"sum": "sum", "mean": "sum", "least": "min", "most": "max"}
 
 # NCCL takes no others of 16 bits than floating ones, and none of 32 bits without a sign.
@@ -101,8 +94,8 @@ class _Collective(Function):
         kind, *group = ctx.collective_args
         if kind not in _ADJOINT:
             raise RuntimeError(
-                f"distributed: expected no derivative in reverse mode by {_WITHOUT[kind]}, found one. Start from the "
-                "state that train_state returned, take forward mode, or detach what all ranks take over."
+                "distributed: expected no derivative in reverse mode by what all ranks take over, found one by "
+                f"the {kind!r} of all. Start from the state that train_state returned, take forward mode, or detach it."
             )
         return _Collective.apply(cotangents[0], _ADJOINT[kind], *group), None, None, None
 

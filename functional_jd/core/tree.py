@@ -238,11 +238,7 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
 
 def _cure(params: Tree, leaf: Any) -> str:
     """How a leaf that is no parameter becomes one."""
-    if isinstance(leaf, torch.nn.ParameterDict):
-        return "Pass dict(parameters)."
-    if isinstance(leaf, torch.nn.Module):
-        return "Pass its parameters by name: dict(module.named_parameters())."
-    if isinstance(leaf, Iterator) or (isinstance(leaf, str) and isinstance(params, list)):
+    if isinstance(leaf, torch.nn.Module | Iterator) or (isinstance(leaf, str) and isinstance(params, list)):
         return "Pass parameters by name: dict(module.named_parameters())."
     if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
         return "Pass leaf.to_dense()."

@@ -12,7 +12,6 @@ from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tre
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.calls import run_traced
-from functional_jd.objectives.structured import check_example_aux
 from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -52,8 +51,6 @@ def evaluate_losses(
             "Return (losses, aux), or leave has_aux out."
         )
     values, aux = result if has_aux else (result, ())
-    if plan.examples:
-        check_example_aux(aux)
     leaves = tree_leaves(values)
     for part in values.values() if type(values) is dict else values if type(values) is list else (values,):
         if type(part) is not Tensor:  # seldom, and no call where all are

@@ -224,14 +224,11 @@ def _tensors_in(output: Any, parts: ModuleParts) -> list[Tensor]:
     return found
 
 
-_PLAIN = frozenset(PLAIN_TENSORS)
 _ENDS = (Tensor, nn.Module, type, ModuleType, str, int, float, torch.dtype, torch.device)
 
 
 def _named(what: str, given: Any, names: list[str], method: str) -> State:
     """The tensors by name, in the order of the module."""
-    if type(given) is dict and [*given] == names and _PLAIN.issuperset(map(type, given.values())):
-        return given.copy()
     tensors = [x for x in given.values() if isinstance(x, Tensor)] if isinstance(given, Mapping) else None
     if tensors is None or len(tensors) != len(given):
         found = type(given).__name__ if not isinstance(given, Mapping) else "a dict with other values"

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_function, check_mapping, described, here, refuse
+from functional_jd.core.arguments import check_function, check_mapping, described, refuse
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
@@ -17,6 +17,8 @@ from functional_jd.torch_compat.watching import StateJournal
 
 Dims = int | None | Sequence[int | None]
 """The dimension of the examples: one for all arguments, or one per argument; `None` marks a shared argument."""
+
+_CURE = "Mark what the examples share with None in in_dims, or close over it; leave out a loss that has no examples."
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +44,7 @@ class PerExample(Declared):
 
         def watched(*given: Any) -> Any:
             with journal.watch(examples=True):
-                result = self.loss(*given)
-            check_example_aux(result)
-            return result
+                return self.loss(*given)
 
         def together() -> Losses:
             return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
@@ -100,21 +100,16 @@ class PerExample(Declared):
             if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
                 found = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
-                    f"{self.where}: expected tensors with examples along dimension {dim}, found {found}. {self._cure()}"
+                    f"{self.where}: expected tensors with examples along dimension {dim}, found {found}. {_CURE}"
                 )
         sizes = [leaf.shape[dim] for leaf, dim in batched]
         empty = len(sizes) > 0 and sizes[0] == 0 and self.without_examples is None
         if not sizes or empty or any(size != sizes[0] for size in sizes):  # a set would fix a traced size
             raise ValueError(
                 f"{self.where}: all batched arguments must have the same number of examples, at least one, found "
-                f"{sorted(set(sizes))}. {self._cure()}"
+                f"{sorted(set(sizes))}. {_CURE}"
             )
         return sizes[0]
-
-    def _cure(self) -> str:
-        if self.name is None:
-            return "Mark what the examples share with None in in_dims."
-        return "Close over what the examples share; leave out a loss that has no examples."
 
     def examples(self, batch: tuple[Tree, ...]) -> list[tuple[Tree, ...]]:
         pairs = list(zip(batch, self.dims(batch), strict=True))
@@ -296,13 +291,3 @@ def _by_name(losses: Mapping[str, Callable[..., Any]], in_dims: Dims) -> Example
         refuse("in_dims", "one dimension, as the losses have names", in_dims, "Close over what is shared.")
     parts = {name: per_example(loss, in_dims) for name, loss in losses.items()}
     return ExampleSets({name: replace(part, name=name) for name, part in parts.items()})
-
-
-def check_example_aux(aux: Any) -> None:
-    """What comes back for every example is stacked, and must be tensors."""
-    for leaf in tree_leaves(aux):
-        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"{here()}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
-                "out, or return torch.as_tensor(...) of numbers."
-            )

@@ -29,8 +29,6 @@ UNIFORM_BITS = {
 
 # The number of elements drawn at once: on a CPU they fit in the cache; on other devices every kernel launch costs time.
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
-# Up to so many numbers of one key are drawn on a CPU without tensors: a word takes as long as one op of forty.
-_FEW = 32
 
 
 def signed(word: int) -> int:
@@ -251,11 +249,6 @@ def _is_written_down(keys: Tensor) -> bool:
 
 def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
-    if keys.ndim == 1 and keys.is_cpu and 0 < n <= _FEW and type(keys) is Tensor and not dispatch_modes():
-        first, second = keys.tolist()
-        counters = range(_first(what), _first(what) + _words_for(n, per_word))
-        words = torch.tensor([[_word(first, second, counter) for counter in counters]], device=keys.device)
-        return _numbers(words, what, dtype)[0, :n].to(dtype)
     shape = torch.Size((*keys.shape[:-1], n))
     chunk = _CPU_CHUNK if keys.device.type == "cpu" else _CHUNK
     width, rows = max(1, min(n, chunk)), shape[:-1].numel()
@@ -284,20 +277,6 @@ def _first(what: str) -> int:
 def _words_for(n: int, per_word: int) -> int:
     """How many words n numbers need: an even number, as normal numbers are made in pairs."""
     return 2 * -(-n // (2 * per_word))
-
-
-def _word(first: int, second: int, counter: int) -> int:
-    """`_words` of one counter, in Python's integers."""
-    word = _mixed(first + counter * _STRIDE, *_SPLITMIX64)
-    return signed(_mixed(word ^ second, *_FMIX64))
-
-
-def _mixed(word: int, first: int, left: int, second: int, right: int, third: int) -> int:
-    """`_mix` of one word, from 0 to 2^64 - 1."""
-    word %= 2**64
-    word = (word ^ (word >> first)) * left % 2**64
-    word = (word ^ (word >> second)) * right % 2**64
-    return word ^ (word >> third)
 
 
 @draw_op.register_fake
