@@ -57,9 +57,7 @@ class PerExample(Declared):
         return attempt(together, one_by_one, instead=instead, journal=journal)
 
     def one_by_one(self, params: Params, *batch: Tree) -> Losses:
-        results = [self.of_one(params, *example) for example in self.examples(batch)]
-        check_example_aux(results)
-        return stacked(results)
+        return stacked([self.of_one(params, *example) for example in self.examples(batch)])
 
     def of_one(self, params: Params, *example: Tree) -> Any:
         try:
