@@ -134,8 +134,6 @@ def gramian_fn(
         Goodfellow, "Efficient per-example gradient computations" (2015); Rochette et al. (2019) for convolutions; Bu et
         al. (2023), arXiv 2210.00038, for the choice layer by layer.
 
-    Differences: these put hooks on modules. Here a layer is recognised by the parameter that it receives.
-
     Example:
         >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
         >>> gramian, values, pullback = gramian_fn(losses)(torch.tensor([1.0, 2.0]))

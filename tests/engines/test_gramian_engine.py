@@ -14,14 +14,12 @@ from gramian_by_hand import (
     gramian_fn,
     model_of,
     priced,
-    refuse_all_rows,
     weights_for,
     wide,
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
-from torch.utils import _pytree
 from zoo import ASKS, BATCH, Case, Model, mlp, numbers, plain, with_hook
 
 from functional_jd import squared_norms_fn
@@ -243,14 +241,6 @@ def test_derivatives_towards_the_weights_are_the_rows():
     true = rows_of(case.losses, case.params, *case.args)
     names = [x.shape[1:] for x in true]
     torch.testing.assert_close(rows.movedim(-1, 0), true[names.index(rows.shape[:-1])])
-
-
-def test_uses_without_plain_autograd_are_differentiable(monkeypatch):
-    case = small("plain")
-    refuse_all_rows(monkeypatch)
-    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
-    assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
-    torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])
 
 
 @pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])

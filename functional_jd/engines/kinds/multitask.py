@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.combine import products_of_rows
+from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import times
 from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
@@ -155,11 +156,12 @@ def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullba
     scales, sums, rows = _parted(point, plan)
     heads, (shared, structure) = _heads(point, sums, plan), point.shared
     reached, found_structure = tree_flatten([row for row in rows if row is not None])
-    products, pull = torch.zeros_like(scales.diag() if needed == "gramian" else scales), lambda _: []
+    wide, by_row = scales.to(widest(scales.device)), needed != "gramian"
+    products, pull = torch.zeros_like(wide if by_row else wide.diag()), lambda _: []
     if reached:
         products, pull = products_of_rows(reached, found_structure, needed)
-    if needed == "gramian":
-        products = products.double() if plan.scale is None else products / (scales[:, None] * scales.double())
+    if not by_row and plan.scale is not None:
+        products = products / wide[:, None] / wide
     rows_finite = finite_rows(products, 0 if plan.scale is None else plan.scale.ndim)
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
