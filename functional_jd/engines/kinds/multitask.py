@@ -191,7 +191,7 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
     inside: list[Any] = []
 
     def trunk(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
-        recorder = record and record(inputs)
+        recorder = None if record is None else record(inputs)
         found = called(losses.features, (tree_unflatten(shared_structure, inputs), *batch), plan, recorder)
         through = tree_leaves(found.features if isinstance(found, FeaturesAndBuffers) else found)
         inside[:] = [len(through), inputs if recorder is None else [*inputs, *recorder.constants]]

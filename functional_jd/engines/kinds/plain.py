@@ -21,7 +21,8 @@ def _of_leaves(losses: Any, args: Args, plan: Plan) -> tuple[Recorded, list[Tens
     leaves, structure = floating_leaves(chosen)
 
     def f(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
-        return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), plan, record and record(inputs))
+        recorder = None if record is None else record(inputs)  # torch 2.11 cannot trace whether a partial is true
+        return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), plan, recorder)
 
     return f, leaves, structure
 
