@@ -18,6 +18,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, start
 from functional_jd.aggregation.views import as_view
+from functional_jd.aggregators.mean import mean
+from functional_jd.aggregators.mgda import mgda
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Params
@@ -336,6 +338,26 @@ RULES: dict[str, Entry] = {
         {"beta": Range(0.01, 1.0), "gamma": _SIZE, "rho": _SIZE, "beta_sigma": _SIZE, "gamma_sigma": _SIZE},
         invalid=(-1.0, math.inf, *_NO_NUMBER),
     ),
+    "unit_sum": Entry((_ORDER, _WEAK, _STRONG, _ROTATE), _FITTED | _LENGTH, {"momentum": _DECAY}),
+    "uw_so": Entry(
+        (*_USUAL, _SIMPLEX),
+        _OUTWEIGHED,
+        {"temperature": _RATES},
+        build=lambda f, temperature=1.0: f(temperature),
+        invalid=_INVALID,
+    ),
+    "softadapt": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED, {"beta": _SIZE}, invalid=(math.inf, *_NO_NUMBER)),
+    "relobralo": Entry(
+        _USUAL,
+        _FREE,
+        {"temperature": _RATES, "alpha": _SHARE, "rho": _SHARE},
+        build=lambda f, **hyper: f(key(0), **hyper),
+        invalid=_INVALID,
+    ),
+    "ntk_weights": Entry((_ORDER, _ROTATE), _FREE, invalid=(math.inf, *_NO_NUMBER)),
+    "learning_rate_annealing": Entry((_SCALE,), _FREE | _ENTRYWISE, {"momentum": _DECAY}),
+    "protect": Entry((_SCALE, _ROTATE), _FREE | {_ORDER: "the first row is protected"}, build=lambda f: f(mean(), 0)),
+    "normalized": Entry((_ORDER, _ROTATE), _SUM | _NORM | _LENGTH, build=lambda f: f(mgda())),
     "gradnorm": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FREE, {"alpha": _SIZE, "rate": _RATES}),
 }
 """All rules by name: how each is tested, and the laws that it claims."""

@@ -84,7 +84,7 @@ def aggregate(
 ) -> Aggregation:
     """Combine the rows of a Jacobian into one direction with the weights of a rule.
 
-    `direction = sum_i weights_i J_i`, with `weights, state = update(view(J), state)`.
+    `direction = sum_i weights_i J_i`, with `weights, state = update(view(J), state)`. Composes with all transforms.
 
     Args:
         aggregator: the rule.
@@ -100,11 +100,7 @@ def aggregate(
 
     Raises:
         TypeError: `aggregator` is not an `Aggregator`, or a leaf is not a floating-point tensor of rows.
-        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; a state of another rule, or for
-        another m; or the rule needs `others` or `losses` and they are missing.
-
-    Guarantees:
-        Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
+        ValueError: rows, weights, losses or a state that disagree on m, or `others` or `losses` that are missing.
 
     Example:
         >>> jacobian = torch.tensor([[2.0, 0.0], [-1.0, 1.0]])
@@ -120,10 +116,7 @@ def aggregate(
             "Compute them with the same losses on independent batches."
         )
     if losses is not None and (found := loss_count(losses)) != m:
-        raise ValueError(
-            f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
-            "with the Jacobian."
-        )
+        raise ValueError(f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the Jacobian's.")
     view, seen = as_view(aggregator.view), Observation(losses, rows=jacobian, others=others)
     leaves = tree_leaves(rows_of(jacobian))
 
@@ -149,11 +142,34 @@ def check_rule(aggregator: Any) -> None:
         )
 
 
+def check_within(rule: Any) -> View:
+    """The view of a rule in another one, which must be one for all parameters."""
+    check_rule(rule)
+    view = as_view(rule.view)
+    if view.groups is not None:
+        raise ValueError(f"{here()}: rule must be for all parameters, found a rule by groups. Take one in each group.")
+    return view
+
+
+def row_weights(weights: Weights) -> Tensor:
+    """Weights `[m]` of a rule in another one. Raises ValueError for those of single entries."""
+    if isinstance(weights, Tensor) and weights.ndim == 1:
+        return weights
+    raise ValueError(
+        f"{here()}: rule must have one weight per row, found weights of entries or groups. Take it in each group: "
+        "grouped({name: rule, ...})."
+    )
+
+
 class CannotStartError(ValueError):
     """A rule that continues the state of another one was asked for a state of its own."""
 
 
-_UNPAIRED = "what the rule's update(view, memory) returns", "a pair, (weights, memory)"
+def _updated(aggregator: Aggregator, received: Any, state: Tree) -> tuple[Weights, Tree]:
+    found: Any = aggregator.update(received, state)
+    if isinstance(found, Tensor):
+        refuse("what the rule's update(view, memory) returns", "a pair, (weights, memory)", found, "See stateless.")
+    return found
 
 
 def apply_rule(
@@ -162,13 +178,12 @@ def apply_rule(
     """The weights and the next state of a rule, from what its view receives of an observation. An objective whose loss
     is exactly 0, with a row of zeros, is absent: what the rule remembers of it stays. The caller switches autocast off.
 
-    Raises ValueError for a state of another rule, or for another number of objectives: if `update` raises or drops it,
-    and if it is `fixed`, as in a step, also if it does not keep its structure.
+    Raises ValueError for a state of another rule, or for other objectives: if `update` raises or drops it, and if it is
+    `fixed`, as in a step, also if it does not keep its structure.
     """
     if state is None:
         initial = aggregator.init(received)
-        found: Any = aggregator.update(received, initial)
-        weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
+        weights, new = _updated(aggregator, received, initial)
         return weights, _remembered(initial, new, seen) if tree_leaves(new) else new
     remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if fixed and remembers and (leaves := tree_leaves(state)):
@@ -180,8 +195,7 @@ def apply_rule(
         weights, new = aggregator.update(received, state)
         return weights, _remembered(state, new, seen) if remembers else new
     try:
-        found: Any = aggregator.update(received, state)
-        weights, new = refuse(*_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
+        weights, new = _updated(aggregator, received, state)
     except Exception as error:
         if is_out_of_memory(error):  # `init` would ask for more
             raise
@@ -226,10 +240,8 @@ def unless(absent: Tensor, square: bool) -> Callable[[Tensor, Tensor], Tensor]:
 def where_it_runs(
     aggregator: Aggregator, view: View, seen: Observation, function: Callable[..., Any], *given: Any, apart: bool
 ) -> Any:
-    """`function(*given)`, on the host if the rule runs there: then all that is given goes there by one copy, and all
-    that is found comes back by another. `apart`: each result with memory of its own, as users need it.
-
-    Small dense problems of rules that say `on_host` run there, and every rule if the device has no float64.
+    """`function(*given)`, on the host if the rule runs there, by one copy there and another back: if it is `on_host`,
+    or the device has no float64. `apart`: each result with memory of its own, as users need it.
     """
     some: Any = given[0] if seen.rows is None else seen.rows
     some = some if seen.losses is None else seen.losses

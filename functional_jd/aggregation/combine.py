@@ -45,9 +45,6 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         A pytree with leaves `[*p]` in the Jacobian's dtypes, summed in at least float32. For a `MultitaskJacobian` the
         dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
 
-    Raises:
-        ValueError: weights of another structure or shape.
-
     Guarantees:
         Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
         Below float64, weights above 3e38 overflow, and those below 1e-38 vanish, as for rows of norms 1e-19 and 1e19
@@ -101,8 +98,8 @@ def _smaller(weights: Tensor, gramian: Gramian, eps: float) -> Tensor:
     """The smallest weights with the same direction, as far as a sum of rows with this precision can tell.
 
     Of the multiples v of unit rows with cosines C, the parts along the first eigenvectors of C change the direction
-    least, and cost most digits in the sum. As many of them are left out as makes the loss of gains, plus the rounding
-    of the sum, least beside the direction; all, where more than `2 eps^1/2` of it would be rounding.
+    least, and cost most digits in the sum. So many of them are left out that the loss of gains, plus the rounding of
+    the sum, is least; all, if more than `2 eps^1/2` of it would be rounding.
     """
     C, norms = cosines(gramian.detach())
     eigenvalues, vectors = torch.linalg.eigh(C)
@@ -117,9 +114,8 @@ def _smaller(weights: Tensor, gramian: Gramian, eps: float) -> Tensor:
 def products_of_rows(
     leaves: list[Tensor], structure: Any, needed: str
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
-    """The Gramian of rows with these leaves, their squared norms, or the largest of their `"magnitudes"`, and `combine`
-    of them as at least float32, beside a Gramian in the dtype of the weights, from one set of matrices. The caller of
-    either switches autocast off.
+    """The Gramian of rows, their squared norms, or the largest of their `"magnitudes"`, and `combine` of them as at
+    least float32, from one set of matrices. The caller of either switches autocast off.
     """
     shapes = [leaf.shape for leaf in leaves]
     matrices, widths = zip(*joined([x if x.dtype.itemsize >= 4 else x.float() for x in leaves]), strict=True)

@@ -5,20 +5,15 @@ from typing import Any
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View, as_view
+from functional_jd.aggregation.views import View, as_view, most
 from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import rows_of
 from functional_jd.core.tree import tree_leaves
 
-_STRENGTH = ("none", "norms", "gramian", "rows")
-
 
 def view_of_groups(views: Mapping[str, View], passes: int) -> View:
-    """The view whose rule receives, for every group, what the rule with its view receives.
-
-    Args:
-        views: by top-level key of the parameters.
-        passes: how many of the rules differ.
+    """The view whose rule receives, for every group, what the rule with its view receives: `views` by top-level key of
+    the parameters, of `passes` rules that differ.
     """
 
     def by_group(seen: Observation) -> dict[str, Any]:
@@ -28,10 +23,9 @@ def view_of_groups(views: Mapping[str, View], passes: int) -> View:
         return {key: view.receive(seen.of_group(key)) for key, view in views.items()}
 
     # Groups inside a group have rows: products are known, and passes taken, by top-level key only.
-    needs = ["rows" if view.groups is not None else view.products for view in views.values()]
     return View(
         by_group,
-        max(needs, key=_STRENGTH.index),  # pyright: ignore[reportArgumentType]
+        most("rows" if view.groups is not None else view.products for view in views.values()),
         losses=any(view.losses for view in views.values()),
         batches=max(view.batches for view in views.values()),
         groups=dict(views),
@@ -47,11 +41,8 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
         names: top-level keys of the parameters: `from_part(gradnorm(), ["last"])` balances the norms of one layer.
 
     Returns:
-        A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`.
-
-    Raises:
-        TypeError: `rule` is not an `Aggregator`, `names` no list.
-        ValueError: when called, a name that is no key of the parameters.
+        A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`. When called, it
+        raises ValueError for a name that is no key of the parameters.
 
     Example:
         >>> rule = aggregation.from_part(upgrad(), ["last"])
@@ -89,7 +80,7 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
     if missing := [key for key in tree if key not in groups]:
         raise ValueError(
             f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, missing))}. "
-            "Groups are the top-level keys of the parameters: add a rule, such as that of another group."
+            "Groups are the top-level keys of the parameters: add a rule."
         )
     if unused := [key for key in groups if key not in tree]:
         raise ValueError(

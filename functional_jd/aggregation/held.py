@@ -4,43 +4,32 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, CannotStartError, check_rule
+from functional_jd.aggregation.aggregate import Aggregator, CannotStartError, check_rule, row_weights
 from functional_jd.aggregation.views import no_gradients
 from functional_jd.core.types import Tree, Weights
 
 
 class HeldState(NamedTuple):
-    """The state of both rules of `held`.
+    """The state of both rules of `held`."""
 
-    Attributes:
-        weights: float64 `[m]`: the last weights of the rule.
-        inner: the rule's state.
-    """
-
-    weights: Tensor
-    inner: Tree
+    weights: Tensor  # float64 `[m]`: the last weights of the rule
+    inner: Tree  # the rule's state
 
 
 def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
-    """A rule, and a rule that repeats its last weights.
-
-    The second needs no gradients: a step with it costs one weighted backward pass, whatever m. A rule that is taken
-    every k steps so costs a k-th of itself.
+    """A rule, and a rule that repeats its last weights: every k-th step with the rule costs a k-th of it.
 
     Args:
         rule: any rule with weights `[m]`.
 
     Returns:
-        `(fresh, repeated)`, two rules with one state `HeldState`: `fresh` has the view and the weights of `rule`,
-        `repeated` the view `no_gradients` and the weights of the last call of `fresh`. Start with `fresh`: before its
-        first call, `repeated` has the weights of the batch that the state was started with.
+        `(fresh, repeated)`, two rules with one state `HeldState`. `fresh` is `rule`, bit for bit. `repeated` needs no
+        gradients, has the weights of the last call of `fresh`, and returns the state unchanged: a step with it costs
+        one weighted backward pass. Start with `fresh`: before its first call, `repeated` has the weights of the batch
+        that the state was started with.
 
     Raises:
         TypeError, ValueError: `rule` is no rule with weights `[m]`; `repeated` without a state of `fresh`.
-
-    Guarantees:
-        `fresh` is `rule`, bit for bit. `repeated` returns the state unchanged. Derivatives of the weights pass through
-        the state.
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.
@@ -58,13 +47,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
 
     def weigh(view: Any, inner: Tree) -> tuple[Tensor, Tree]:
         weights, inner = rule.update(view, inner)
-        if not (isinstance(weights, Tensor) and weights.ndim == 1):
-            raise ValueError(
-                "held: expected a rule with one weight per row, found one that weighs entry by entry, or by group. The "
-                "weights of single entries are as large as the rows; of groups, hold the rule of each: "
-                "grouped({name: held(rule)[0], ...}), then grouped({name: held(rule)[1], ...})."
-            )
-        return weights, inner
+        return row_weights(weights), inner
 
     def init(view: Any) -> HeldState:
         inner = rule.init(view)
@@ -90,6 +73,6 @@ def _repeat(view: Tensor, state: HeldState) -> tuple[Weights, HeldState]:
         found = f"weights {list(state.weights.shape)}" if isinstance(state, HeldState) else type(state).__name__
         raise ValueError(
             f"held: the state must be one of the first rule of the pair, with {len(view)} weights, found {found}. "
-            "Start it anew with train_state and the first rule."
+            "Start it again with train_state and the first rule."
         )
     return state.weights, state

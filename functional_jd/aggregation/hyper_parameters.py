@@ -1,4 +1,4 @@
-"""Arguments that rules share: one number per objective, where a rule is solved, and the orders of a random key."""
+"""What rules share: one number per objective, where a rule is solved, orders of a key, and a projection."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -6,16 +6,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import Domain, check_option, described, here
-from functional_jd.core.safe import nan_unless
+from functional_jd.core.arguments import Domain, check_option, described, here, refuse
+from functional_jd.core.safe import cosines, nan_unless, nonzero
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import uniform
+from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.search import Solver
 from functional_jd.torch_compat.torch_internals import dispatch_modes, is_concrete, is_wrapped
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
 """One number per objective."""
 
-FINITE = Domain(lambda u: u.isfinite(), "finite", "Replace NaN and infinity.")
+FINITE = Domain(lambda u: abs(u) < torch.inf, "finite", "Replace NaN and infinity.")
 PREFERENCES = Domain(
     lambda u: u.isfinite() & (u >= 0) & (u.amax() > 0),
     "finite and non-negative, with a positive element",
@@ -34,17 +36,10 @@ def per_objective(
 ) -> Callable[[Tensor], Tensor]:
     """Check one number per objective and return them as a function of the view.
 
-    Args:
-        name: the name of the argument, for errors.
-        given: `[m]`, floating-point, or a sequence of numbers and of tensors `[]`. Copied: later changes to the tensor
-            have no effect.
-        domain: the valid numbers; `None` for all. They are not checked under a transform and on an accelerator: there
-            all are NaN if one is outside.
-        default: the number per objective for `given=None`, as a function of m; `None` if numbers are required.
-
-    Returns:
-        A function of a tensor with first dimension m that returns the numbers, float64 `[m]`, on its device. It raises
-        ValueError unless there is one per row. Differentiable with respect to `given`.
+    `given` is `[m]`, floating-point, or a sequence of numbers and of tensors `[]`, and is copied; for None there is the
+    `default`, a function of m. All are NaN if one is outside the domain, but not checked: under a transform and on an
+    accelerator. The function takes a tensor with first dimension m, and returns the numbers, float64 `[m]`, on its
+    device; it raises ValueError unless there is one per row.
     """
     if given is None and default is not None:
         value = default
@@ -84,15 +79,19 @@ def preferences(name: str, given: Numbers | None) -> Callable[[Tensor], Tensor]:
 
 def _checked(name: str, given: Any, domain: Domain | None) -> Tensor:
     """The numbers as a tensor float64 `[m]`: NaN where they are outside the domain and their values are not known."""
+    order = "in the order of objective_names(losses): keys of a dict are sorted."
     if isinstance(given, Tensor) and not given.is_floating_point():
+        refuse(name, "a floating-point tensor", given, "Convert with .double().")
+    try:
+        numbers = _as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
-            f"{here()}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
-        )
-    numbers = _as_tensor(given, name)
+            f"{here()}: {name} must be one number per objective, found {described(given)}. Pass numbers, or a "
+            f"floating-point tensor [m], {order}"
+        ) from error
     if numbers.ndim != 1 or len(numbers) == 0:
         raise ValueError(
-            f"{here()}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
-            "Pass a flat sequence in the order of objective_names(losses): keys of a dict are sorted."
+            f"{here()}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. Pass them {order}"
         )
     if domain is not None and not _values_are_known(numbers):
         numbers = nan_unless(domain.contains(numbers).all(), numbers)
@@ -101,24 +100,18 @@ def _checked(name: str, given: Any, domain: Domain | None) -> Tensor:
     return numbers
 
 
+def _as_tensor(given: Any) -> Tensor:
+    """The numbers as a new tensor, float64."""
+    if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
+        return torch.stack([_as_tensor(number) for number in given])
+    if isinstance(given, Tensor):  # which stays on its device, whichever is the default
+        return given.to(torch.float64, copy=True)
+    return torch.as_tensor(given, dtype=torch.float64).clone()
+
+
 def _dtype_beside(rows: Tensor) -> torch.dtype:
     """float64, but beside float32 on an accelerator, which may have no float64."""
     return torch.float64 if rows.is_cpu else torch.promote_types(rows.dtype, torch.float32)
-
-
-def _as_tensor(given: Any, name: str) -> Tensor:
-    """The numbers as a new tensor, float64."""
-    try:
-        if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
-            return torch.stack([_as_tensor(number, name) for number in given])
-        if isinstance(given, Tensor):  # which stays on its device, whichever is the default
-            return given.to(torch.float64, copy=True)
-        return torch.as_tensor(given, dtype=torch.float64).clone()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(
-            f"{here()}: {name} must be one number per objective, found {described(given)}. Pass numbers, or a "
-            "floating-point tensor [m], in the order of objective_names(losses): keys of a dict are sorted."
-        ) from error
 
 
 def _values_are_known(x: Tensor) -> bool:
@@ -135,3 +128,13 @@ def random_visit_orders(key: Tensor, m: int) -> Tensor:
     numbers = uniform(key, (m, m), dtype=torch.float64)
     # The numbers are below one, so that every row comes last in its own order.
     return (numbers + torch.eye(m, dtype=numbers.dtype, device=numbers.device)).argsort(dim=1, stable=True)[:, :-1]
+
+
+def projected(u: Tensor, G: Gramian, allowed: Tensor, solver: Solver) -> Weights:
+    """Weights of the point nearest to `J'u` that conflicts with no row where `allowed` `[1, m]` holds."""
+    C, norms = cosines(G)
+    lengths = torch.where(G.diagonal() == 0, 0, norms) * u
+    # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
+    size = nonzero(lengths.detach().abs().sum())
+    s = linear_complementarity(C, (C @ (lengths / size)).unsqueeze(0), allowed, solver=solver).squeeze(0)
+    return u + size * s / norms

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View, losses
-from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function, refuse
 from functional_jd.core.safe import nan_unless
 from functional_jd.core.types import Weights
 from functional_jd.torch_compat.slow_path import refuse_export
@@ -21,14 +21,10 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
         view: the input of `weigh`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or
             one of these that is mapped: `gramian.map(f)` gives `f(G)`, at the cost of `gramian`.
         weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian for entrywise weights.
-        on_host: whether `weigh` is to run on the host if the view stands on an accelerator: one copy there and one
-            back, for what would launch many small kernels.
+        on_host: whether `weigh` is to run on the host, as in `Aggregator`.
 
     Returns:
         An `Aggregator` whose state is `()`.
-
-    Raises:
-        TypeError: `view` or `weigh` is not callable, `weigh` is a view, `on_host` is no flag.
 
     Example:
         >>> def shy(temperature=1.0):
@@ -38,10 +34,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
     check_function("weigh", weigh, "Pass weigh(view) -> weights.")
     check_flag("on_host", on_host)
     if isinstance(weigh, View):
-        raise TypeError(
-            f"stateless: expected a view and then weigh, found the view {weigh.__name__} as weigh. Pass "
-            f"stateless({weigh.__name__}, weigh)."
-        )
+        refuse("weigh", "a function", weigh, f"Pass stateless({weigh.__name__}, weigh).")
     return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()), on_host)
 
 
@@ -55,12 +48,8 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         s: `s(losses [m]) -> scalar`, pure and differentiable. It receives the losses in float64.
 
     Returns:
-        A stateless rule that needs the losses only. If `s` is undefined or not differentiable, the direction may be
-        infinite or NaN, but nothing raises.
-
-    Raises:
-        TypeError: `s` is not callable.
-        ValueError: when called, `s` does not return a scalar.
+        A stateless rule that needs the losses only. Where `s` is not differentiable, the direction may be infinite or
+        NaN. If `s` returns no scalar, it raises ValueError when called.
 
     Example:
         >>> def worst():
@@ -71,10 +60,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
 
 
 def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]) -> Aggregator:
-    """`scalarized` of `s(losses, *numbers)` with numbers `f(losses)` for each f that is given.
-
-    So what `per_objective` returns is called outside of the gradient, where it need not copy its numbers every time.
-    """
+    """`scalarized` of `s(losses, *numbers)`, with numbers `f(losses)` for each f, outside of the gradient."""
 
     def scalar(values: Tensor, *numbers: Tensor) -> Tensor:
         number = s(values, *numbers)
@@ -96,10 +82,7 @@ def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]
 def learned_with(
     where: str, s: Callable[[Tensor, Tensor], Tensor], record: Callable[[Tensor], Any], rate: Number
 ) -> Aggregator:
-    """A rule that minimises `s(losses, v)` in both: v, from 0, takes one step of gradient descent in every call.
-
-    There is no minimum for negative losses: their weights are NaN.
-    """
+    """A rule that minimises `s(losses, v)` in both: v, from 0, takes a gradient step a call; NaN for losses below 0."""
 
     def update(values: Tensor, state: Any) -> tuple[Tensor, Any]:
         weights, slope = torch.func.grad(s, argnums=(0, 1))(values, state[0])

@@ -1,6 +1,7 @@
 """What is observed of losses at a point, from which a rule receives what it needs."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,8 +28,8 @@ class Observation(NamedTuple):
         rows: the Jacobian; `None` where it is not formed.
         others: Jacobians of the same objectives on other batches.
         pullback: `pullback(weights) -> (direction, finite)`, called where autocast is off: a pytree like params, and
-            which rows passed the backward pass without an overflow, bool with the scale's shape. None if the direction
-            and what was known before tell.
+            which rows passed the backward pass without an overflow, or None if the direction and what was known before
+            tell.
         finite: bool with the scale's shape: which rows did not overflow. None if the products or the pullback tell.
         carried: `(buffers, aux)` from the losses.
     """
@@ -50,7 +51,7 @@ class Observation(NamedTuple):
         )
 
     def of_objectives(self, places: Sequence[int]) -> "Observation":
-        """The part of the observation that belongs to some objectives. Their losses have no names."""
+        """The part of the observation that belongs to some objectives, in their order, whose losses have no names."""
 
         def some(x: Tensor) -> Tensor:
             return torch.stack([x[i] for i in places])
@@ -59,7 +60,8 @@ class Observation(NamedTuple):
         if products is not None:
             products = some(products) if products.ndim == 1 else some(some(products).mT).mT
         if losses is not None:
-            values = [x for leaf in tree_leaves(losses) for x in leaf.reshape(-1).unbind()]
-            losses = [values[i] for i in places]
+            place = count()
+            kept = [[x for x in leaf.reshape(-1).unbind() if next(place) in places] for leaf in tree_leaves(losses)]
+            losses = [torch.stack(leaf) for leaf in kept if leaf]
         rows, *others = (None if x is None else tree_map(some, rows_of(x)) for x in (self.rows, *self.others))
         return self._replace(losses=losses, products=products, rows=rows, others=tuple(others))

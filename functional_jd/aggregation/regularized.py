@@ -6,17 +6,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, absent_objectives, check_rule, unless
+from functional_jd.aggregation.aggregate import Aggregator, absent_objectives, check_within, unless
 from functional_jd.aggregation.combine import weights_by_leaf
+from functional_jd.aggregation.hyper_parameters import FINITE
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import as_view, no_gradients
-from functional_jd.core.arguments import Domain, Number, check_mapping, number
+from functional_jd.core.arguments import Number, check_mapping, number
 from functional_jd.core.names import objective_names
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import AffineWeights, Losses, Tree, Weights
-
-_FINITE = Domain(lambda x: abs(x) < torch.inf, "finite")
 
 
 def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
@@ -32,15 +31,8 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
         fixed: weights by the names of objectives, as `objective_names` gives them: `{"kl": 0.1}`; any sign.
 
     Returns:
-        A rule with the cost of `rule`, and its state.
-
-    Raises:
-        TypeError: `rule` is no rule, `fixed` no dict of numbers.
-        ValueError: a rule by groups (take one in every group), nothing fixed; when called, an objective that `fixed`
-            names and the losses do not have, or no other; `aggregate` without losses.
-
-    Guarantees:
-        The weights of the others are those of `rule` without the fixed rows. Linear in `fixed`.
+        A rule with the cost of `rule`, and its state. The weights of the others are those of `rule` without the fixed
+        rows. When called, it raises ValueError without losses, for a name that they do not have, and if all are fixed.
 
     Example:
         >>> rule = regularized(upgrad(), {"kl": 0.1})
@@ -49,12 +41,11 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
         >>> aggregate(rule, jacobian, losses=losses).weights
         tensor([0.7500, 1.0000, 0.1000], dtype=torch.float64)
     """
-    check_rule(rule)
+    check_within(rule)
     check_mapping("fixed", fixed, "Pass for instance {'kl': 0.1}.")
-    chosen = {name: number(f"fixed[{name!r}]", x, _FINITE, "Pass a weight.") for name, x in fixed.items()}
-    if not chosen or as_view(rule.view).groups is not None:
-        found = "a rule by groups. Take one in each group" if chosen else "none. Pass {'kl': 0.1}"
-        raise ValueError(f"regularized: expected a rule for all parameters, and fixed weights, found {found}.")
+    chosen = {name: number(f"fixed[{name!r}]", x, FINITE, "Pass a weight.") for name, x in fixed.items()}
+    if not chosen:
+        raise ValueError("regularized: fixed must hold fixed weights, found none. Pass {'kl': 0.1}.")
 
     def places(losses: Losses) -> tuple[list[int], dict[int, Number]]:
         if losses is None:
@@ -72,11 +63,8 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
 
 
 def of_some(rule: Aggregator, places: Callable[[Losses], tuple[Sequence[int], Mapping[int, Number]]]) -> Aggregator:
-    """A rule that gives weights to some objectives, as `rule` does of these alone, and fixed ones to others, or 0.
-
-    Args:
-        rule: any rule.
-        places: `places(losses)`: the places of the objectives that the rule receives, and the fixed weights by place.
+    """A rule that gives weights to some objectives, as `rule` does of these alone, and fixed ones to others, or 0:
+    `places(losses)` returns the places of the former, and the fixed weights by place.
     """
     inner = as_view(rule.view)
 

@@ -1,6 +1,6 @@
 """Views: what rules receive, as data, which tells the engines what a step costs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal
 
@@ -13,16 +13,26 @@ from functional_jd.core.arguments import check_type, described, here
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import copied
-from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined, row_count
+from functional_jd.core.names import objective_names
+from functional_jd.core.rows import (
+    as_matrix,
+    at_least_float32,
+    cross_inner_products,
+    inner_products,
+    joined,
+    per_row,
+    row_count,
+)
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.sharding import shard_of, sum_over_shards
-from functional_jd.core.tree import any_sharded, tree_leaves, tree_names
+from functional_jd.core.tree import any_sharded, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 
 Need = Literal["none", "norms", "gramian", "rows"]
 
-_NEEDS = {
+# From the least to the most.
+_NEEDS: dict[Need, str] = {
     "none": "no gradients",
     "norms": "the norms of the rows",
     "gramian": "inner products of rows",
@@ -37,9 +47,8 @@ class View:
     `MultitaskJacobian`, for `shared`.
 
     Attributes:
-        receive: `receive(observation)` returns what the rule receives. Take `map` of a view instead of one of your own:
-            `observation.products` is None in `aggregate`, where the rows are known; in a step it is float64 `[m, m]`,
-            or `[m]` with the *squared* norms, and the rows are None.
+        receive: `receive(observation)` returns what the rule receives. For one of your own take `map` of a view:
+            `observation.products` is None if the rows are known, else float64 `[m, m]`, or `[m]`, *squared* norms.
         products: what it takes of the rows: `"none"`, their `"norms"`, their `"gramian"`, or the `"rows"` themselves.
         losses: whether it takes the losses.
         batches: of how many independent batches it takes rows.
@@ -80,9 +89,9 @@ class View:
 
         return self._like(mapped)
 
-    def _like(self, receive: Callable[[Observation], Any], losses: bool = False) -> "View":
+    def _like(self, receive: Callable[[Observation], Any], losses: bool = False, need: Need = "none") -> "View":
         more: dict[str, Any] = {"batches": self.batches, "groups": self.groups, "passes": self.passes}
-        return View(receive, self.products, losses=self.losses or losses, **more)
+        return View(receive, most([self.products, need]), losses=self.losses or losses, **more)
 
     @property
     def needs(self) -> str:
@@ -104,19 +113,61 @@ def as_view(given: Any) -> View:
     return found
 
 
+def most(needs: Iterable[Need]) -> Need:
+    """The largest of some needs."""
+    return max(needs, key=list(_NEEDS).index)
+
+
+def beside(view: View, need: Need, receive: Callable[[Observation], Any], *, losses: bool = False) -> View:
+    """The view of a rule around another one, which receives `receive(seen)`. It `need`s so much of the rows at least,
+    and `losses`. The rule within receives `view.receive(narrowed(seen, view.products))`.
+    """
+    return view._like(receive, losses, need)  # pyright: ignore[reportPrivateUsage]
+
+
+def narrowed(seen: Observation, need: Need) -> Observation:
+    """The observation with squared norms instead of a Gramian, if a rule needs no more."""
+    if need == "norms" and seen.products is not None and seen.products.ndim == 2:
+        return seen._replace(products=seen.products.diagonal())
+    return seen
+
+
+def divided(seen: Observation, sizes: Tensor) -> Observation:
+    """The observation of rows that are divided by sizes `[m]`; losses and what pulls back stay."""
+
+    def rows(jacobian: Jacobian) -> Jacobian:
+        return tree_map(
+            lambda leaf: leaf / per_row(sizes.to(leaf.device, at_least_float32(leaf).dtype), leaf), jacobian
+        )
+
+    known, others = seen.rows is not None, tuple(rows(rows_of(x)) for x in seen.others)
+    squares = sizes.square() if isinstance(seen.products, Tensor) and seen.products.ndim == 1 else sizes.outer(sizes)
+    products = None if seen.products is None else seen.products / squares
+    return seen._replace(products=products, rows=rows(rows_of(seen.rows)) if known else None, others=others)
+
+
+def places_of(chosen: Sequence[str | int], seen: Observation) -> Tensor:
+    """Which objectives are chosen, by name or index: bool `[m]`. Raises ValueError for one that is not there."""
+    zeros = no_gradients.receive(seen)
+    names = objective_names(seen.losses) if seen.losses is not None else ()
+    known = {**dict(zip(names, range(len(zeros)), strict=False)), **{i: i for i in range(len(zeros))}}
+    if missing := [each for each in chosen if each not in known]:
+        raise ValueError(
+            f"{here()}: primary must be indices below {len(zeros)} or names in {names}, found {described(missing[0])}. "
+            "Take names that objective_names(losses) returns, and pass losses to aggregate."
+        )
+    index = torch.arange(len(zeros), device=zeros.device)
+    return torch.stack([index == known[each] for each in chosen]).any(0)
+
+
 def with_losses(view: View) -> View:
-    """The view of a rule that receives a pair: what a rule with this view does, and the losses.
+    """The view of a rule that receives a pair: what a rule with this view does, and the losses float64 `[m]`.
 
     Args:
         view: a view, such as `gramian`.
 
     Returns:
-        A `View` of the same cost, whose rule receives `(seen, losses)`, with the losses float64 `[m]`.
-
-    Example:
-        >>> rule = stateless(with_losses(norms), lambda pair: pair[1] / pair[0])
-        >>> rule.view.needs
-        'the norms of the rows and the losses'
+        A `View`, whose `needs` tell of both.
     """
     check_type("view", view, View, "Pass for instance views.gramian.")
 
@@ -165,8 +216,7 @@ def losses(seen: Observation) -> Tensor:
 def gramian(seen: Observation) -> Gramian:
     """The inner products of the rows, `G = J J'`: float64 `[m, m]`, symmetric.
 
-    Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are then exact,
-    and rows of norm 1e-30 or 1e30 neither underflow nor overflow.
+    Products and sums are in float64: those of float32 numbers are exact, and norms of 1e-30 or 1e30 are no trouble.
     """
     if isinstance(seen.products, Tensor):
         return seen.products

@@ -23,19 +23,16 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
         solver: `"host"` or `"device"`, which both synchronize.
 
     Returns:
-        A rule that needs the Gramian. Derivatives with respect to it are right at constant rank, except that of a
-        repeated s, which is one-sided (not for "rmse"); second ones at full rank.
+        A rule that needs the Gramian. Derivatives are right at constant rank, except that of a repeated s; second ones
+        at full rank.
 
     Guarantees:
-        Linear in the preference; homogeneous in the Jacobian. Equal to `constant(u)` for orthogonal rows of equal
-        length. Linearly independent rows: `J direction = sqrt(s) G^(1/2) u`, and `|direction| = sqrt(s) |u|`.
-        Eigenvalues below `8 m eps` of the largest count as zero: dependent rows share one component, and so do rows
-        whose lengths differ more than `1 / sqrt(8 m eps)` times (1.7e7 for two rows). A Jacobian of zeros gets weights
-        0.
+        Linear in the preference; homogeneous in the Jacobian. Linearly independent rows: `J direction = sqrt(s) G^(1/2)
+        u`. Eigenvalues below `8 m eps` of the largest count as zero: dependent rows share one component, and so do rows
+        whose lengths differ more than `1 / sqrt(8 m eps)` times (1.7e7 for two). A Jacobian of zeros gets weights 0.
 
     Source:
-        Senushkin et al., Independent component alignment for multi-task learning, CVPR 2023, algorithm 1 ("min");
-        "rmse" is the scale of its code.
+        Senushkin et al., CVPR 2023, algorithm 1 ("min"); "rmse" is the scale of its code.
     """
     preference_of = preferences("preference", preference)
     check_option("scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')

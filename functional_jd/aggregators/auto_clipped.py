@@ -19,12 +19,11 @@ def auto_clipped(gamma: Number = 0.01, max_norm: Number = 1.0) -> Aggregator:
         A rule that needs the norms of the rows.
 
     Guarantees:
-        No row adds more than `max_norm` to the direction, whatever the others are. Rows keep the order of their norms.
-        If gamma is small against all norms, the unit of the losses does not matter. Heads of `multitask` losses are not
-        clipped.
+        No row adds more than `max_norm` to the direction, whatever the others are. If gamma is small against all norms,
+        the unit of the losses does not matter. Heads of `multitask` losses are not clipped.
 
     Source:
-        Bu, Wang, Zha & Karypis, Automatic clipping, NeurIPS 2023, arXiv 2206.07136, AUTO-S, with R = `max_norm`.
+        Bu, Wang, Zha & Karypis, NeurIPS 2023, arXiv 2206.07136: AUTO-S, with R = `max_norm`.
     """
     gamma = number("gamma", gamma, POSITIVE, "The default is 0.01.")
     max_norm = number("max_norm", max_norm, POSITIVE, "The default is 1.")

@@ -24,12 +24,9 @@ def clipped(max_norm: Number) -> Aggregator:
         Heads of `multitask` losses are not clipped.
 
     Source:
-        Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
-
-    Differences:
-        The direction is the sum: a private mean divides by the expected size of a batch, not by the size that was
-        drawn. Opacus adds 1e-6 to norms. For an embedding with `padding_idx`, torch sets the gradient of that entry to
-        zero, and so do rows here; Opacus keeps it.
+        Abadi et al., CCS 2016, arXiv 1607.00133, algorithm 1. A private mean divides the sum by the expected size of a
+        batch. Opacus adds 1e-6 to norms, and keeps the gradient of the entry `padding_idx` of an embedding, which torch
+        sets to zero.
     """
     max_norm = number("max_norm", max_norm, POSITIVE, "A common value is 1.")
 

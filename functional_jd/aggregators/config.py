@@ -26,18 +26,15 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         A rule that needs the Gramian. Differentiable where the rank of its cosines is constant.
 
     Guarantees:
-        Linearly independent rows: the cosines of direction and rows are proportional to u, so that no row conflicts,
-        and scaling a row changes the length only. Dependent rows: proportional in the least-squares sense; the
-        direction may conflict, and turn round when a row is scaled. Homogeneous in the Jacobian. Rows of zeros get
-        weight 0. All weights are 0 if the preference is orthogonal to all attainable cosines (opposite rows, zeros).
+        Linearly independent rows: the cosines of direction and rows are proportional to u, so that no row conflicts.
+        Dependent rows: proportional in the least-squares sense; the direction may conflict, and turn round when a row
+        is scaled. Homogeneous. Rows of zeros get weight 0. All weights are 0 if the preference is orthogonal to all
+        attainable cosines (opposite rows, zeros).
 
     Source:
-        Liu, Chu & Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, ICLR 2025,
-        arXiv 2408.11104, equations 2 and 3.
-
-    Differences:
-        The pseudo-inverse is that of the cosines, without eigenvalues below `8 m eps` of the largest: unit rows with a
-        condition number above 1e7 count as dependent.
+        Liu, Chu & Thuerey, ICLR 2025, arXiv 2408.11104, equations 2 and 3. The pseudo-inverse is that of the cosines,
+        without eigenvalues below `8 m eps` of the largest: unit rows with a condition number above 1e7 count as
+        dependent.
     """
     preference_of = preferences("preference", preference)
 

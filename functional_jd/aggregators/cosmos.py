@@ -22,12 +22,11 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
         A rule that needs the losses only. Weights of any sign.
 
     Guarantees:
-        Equal to `constant(u)` for `lambda_` 0, and if the losses are a multiple of the weights. The gradient of the
-        reward is orthogonal to the losses: `weights'L = u'L`. Losses that are all zero give NaN weights.
+        Equal to `constant(u)` for `lambda_` 0, and if the losses are a multiple of the weights. `weights'L = u'L`.
+        Losses that are all zero give NaN weights.
 
     Source:
-        Ruchte & Grabocka, Scalable Pareto front approximation for deep multi-objective learning, ICDM 2021, arXiv
-        2103.13392: the loss with the cosine penalty. The paper also passes the weights to the model.
+        Ruchte & Grabocka, ICDM 2021, arXiv 2103.13392. The paper also passes the weights to the model.
     """
     reward = number("lambda_", lambda_, NOT_NEGATIVE, "Use 0 for no reward.")
     u = per_objective("weights", weights, PREFERENCES)

@@ -11,17 +11,11 @@ from functional_jd.core.tree import tree_leaves, tree_map
 
 
 class CrMogmState(NamedTuple):
-    """The state of CR-MOGM.
+    """The state of CR-MOGM."""
 
-    Attributes:
-        weights: like the inner rule's: float64 `[m]`, or a pytree like the Jacobian.
-        inner: the inner rule's state.
-        started: bool `[]`: whether `weights` holds those of an earlier call.
-    """
-
-    weights: Weights
-    inner: Tree
-    started: Tensor
+    weights: Weights  # like the inner rule's: float64 `[m]`, or a pytree like the Jacobian
+    inner: Tree  # the inner rule's state
+    started: Tensor  # bool `[]`: whether `weights` holds those of an earlier call
 
 
 def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
@@ -38,12 +32,10 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
 
     Guarantees:
         With momentum 0, with constant weights, and in the first call, equal to the rule, bit for bit. The weights lie
-        in every convex set that the rule's lie in, such as the simplex. They are those of earlier rows too, and may
-        conflict with the new ones, also if the rule never does.
+        in every convex set that the rule's lie in. They may conflict with the new rows, also if the rule never does.
 
     Source:
-        Zhou et al., On the convergence of stochastic multi-objective gradient manipulation and beyond, NeurIPS 2022:
-        the composite weights of CR-MOGM, with a constant momentum; the paper lets it grow towards 1.
+        Zhou et al., NeurIPS 2022: the composite weights of CR-MOGM, whose momentum grows towards 1.
     """
     check_rule(rule)
     keep = number("momentum", momentum, BELOW_1, "The default is 0.9.")

@@ -16,15 +16,10 @@ _View = tuple[Jacobian, Tensor]
 
 
 class DbMtlState(NamedTuple):
-    """The state of DB-MTL, which takes as much memory as the Jacobian.
+    """The state of DB-MTL, which takes as much memory as the Jacobian."""
 
-    Attributes:
-        rows: pytree like the Jacobian, at least float32: moving average of the gradients of the log losses.
-        calls: int64 `[]`.
-    """
-
-    rows: Tree
-    calls: Tensor
+    rows: Tree  # pytree like the Jacobian, at least float32: moving average of the gradients of the log losses
+    calls: Tensor  # int64 `[]`
 
 
 def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
@@ -44,14 +39,12 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
 
     Guarantees:
         Invariant to the unit of a loss; below float64 as long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38
-        and 3e38. Homogeneous in the Jacobian. A row whose average is zero gets weight 0. With beta 0 there is no
-        memory. Losses must be positive: else the direction is NaN.
+        and 3e38. A row whose average is zero gets weight 0. With beta 0 there is no memory. Losses must be positive:
+        else the direction is NaN.
 
     Source:
-        Lin et al., Dual-balancing for multi-task learning, arXiv 2308.12029: algorithm 1.
-
-    Differences:
-        No 1e-8 is added to losses and norms. The heads of `multitask` losses follow their losses, not the log losses.
+        Lin et al., Dual-balancing for multi-task learning, arXiv 2308.12029: algorithm 1. No 1e-8 is added to losses
+        and norms. The heads of `multitask` losses follow their losses, not the log losses.
     """
     beta = number("beta", beta, BELOW_1, "The default is 0.9.")
     beta_sigma = number("beta_sigma", beta_sigma, NOT_NEGATIVE, "The default is 0.")

@@ -2,10 +2,8 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
-from functional_jd.core.safe import cosines, nonzero
-from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, stateless
+from functional_jd.aggregation.hyper_parameters import projected, runs_on_host
 from functional_jd.solvers.search import Solver
 
 
@@ -26,22 +24,14 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
     Guarantees:
         Never conflicts: `J direction >= 0`. Equal to `constant(u)` if that conflicts with no row. Homogeneous in the
         Jacobian and in the preference. Rows of zeros have no effect. A stationary Jacobian (a positive combination of
-        its rows is zero) gives zero, also if the combination with u is not zero.
+        its rows is zero) gives zero.
 
     Source:
-        Lopez-Paz & Ranzato, Gradient episodic memory for continual learning, NeurIPS 2017, equation 11; with all rows
-        as constraints and their mean projected: Quinton & Rey, arXiv 2406.16232, appendix. Their code adds 1e-4 to the
-        diagonal of the trace-normalised Gramian; here the projection is exact.
+        Lopez-Paz & Ranzato, NeurIPS 2017, equation 11; Quinton & Rey, arXiv 2406.16232, appendix, whose code adds 1e-4
+        to the diagonal of the trace-normalised Gramian; here the projection is exact.
     """
     preference_of = preferences("preference", preference)
 
-    def weigh(G: Gramian) -> Weights:
-        u = preference_of(G)
-        C, norms = cosines(G)
-        lengths = torch.where(G.diagonal() == 0, 0, norms) * u
-        # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
-        size = nonzero(lengths.detach().sum())
-        s = linear_complementarity(C, (C @ (lengths / size)).unsqueeze(0), solver=solver).squeeze(0)
-        return u + size * s / norms
-
+    everywhere = lambda G: torch.ones_like(G[:1], dtype=torch.bool)
+    weigh = lambda G: projected(preference_of(G), G, everywhere(G), solver)
     return stateless(gramian, weigh, on_host=runs_on_host(solver))

@@ -11,21 +11,13 @@ from functional_jd.core.safe import divide, nonzero
 
 
 class DwaState(NamedTuple):
-    """The state of DWA.
+    """The state of DWA."""
 
-    Attributes:
-        total: float64 `[m]`: the sum of the losses of this epoch.
-        calls: int64 `[m]`: the number of calls in this epoch, without those of a loss of 0, which is absent.
-        average: float64 `[m]`: the mean losses of the previous epoch.
-        ratio: float64 `[m]`: these divided by those of the epoch before; 1 until two epochs have ended.
-        epochs: int64 `[]`: the number of epochs that have ended.
-    """
-
-    total: Tensor
-    calls: Tensor
-    average: Tensor
-    ratio: Tensor
-    epochs: Tensor
+    total: Tensor  # float64 `[m]`: the sum of the losses of this epoch
+    calls: Tensor  # int64 `[m]`: the number of calls in this epoch, without those of a loss of 0, which is absent
+    average: Tensor  # float64 `[m]`: the mean losses of the previous epoch
+    ratio: Tensor  # float64 `[m]`: these divided by those of the epoch before; 1 until two epochs have ended
+    epochs: Tensor  # int64 `[]`: the number of epochs that have ended
 
 
 def dwa(temperature: Number = 2.0) -> Aggregator:
@@ -42,17 +34,16 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
         itself.
 
     Guarantees:
-        Equal to `total()` in the first two epochs, and if all losses decrease by the same factor. Invariant to the unit
-        of a loss. Losses should keep their sign; a mean of zero is treated as unchanged.
+        Equal to `total()` in the first two epochs, and if all losses decrease by the same factor. Losses should keep
+        their sign; a mean of zero is treated as unchanged.
 
     Source:
         Liu, Johns & Davison, End-to-end multi-task learning with attention, CVPR 2019, equation 7.
 
     Example:
-        >>> rule, jacobian = dwa(), torch.eye(2)
-        >>> state = aggregate(rule, jacobian, losses=torch.tensor([1.0, 2.0])).state
+        >>> state = aggregate(dwa(), torch.eye(2), losses=torch.tensor([1.0, 2.0])).state
         >>> state = dwa_end_epoch(state)  # of a TrainState: state._replace(aggregator=dwa_end_epoch(state.aggregator))
-        >>> aggregate(rule, jacobian, state, losses=torch.tensor([1.0, 1.0])).weights
+        >>> aggregate(dwa(), torch.eye(2), state, losses=torch.tensor([1.0, 1.0])).weights
         tensor([1., 1.], dtype=torch.float64)
     """
     temperature = number("temperature", temperature, POSITIVE, "The default is 2.")

@@ -17,16 +17,11 @@ _LARGEST = 2.0**-40
 def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host") -> Aggregator:
     """Approach the Pareto optimal solution where `u_1 L_1 = u_2 L_2 = ...`, also on concave parts of the front.
 
-    With shares `s = u L / sum(u L)`, their distance from uniform is `mu = sum_i s_i log(m s_i)`, and `a_i = u_i (log(m
-    s_i) - mu)`. Weights lie in the simplex, and solve a linear program: while `mu > tolerance`,
-
-    `max w'G a`, subject to `(G w)_i >= 0` for the largest u_i L_i, and `(G w)_i >= (G a)_i` where that is not positive
-
-    so that other losses may grow while the proportions are put right; afterwards
-
-    `max sum_i (G w)_i`, subject to `G w >= 0` and `w'G a >= min(0, max_i (G a)_i)`
-
-    so that all losses fall and the proportions stay, or suffer as little as possible.
+    With shares `s = u L / sum(u L)`, their distance from uniform is `mu = sum_i s_i log(m s_i)`, and
+    `a_i = u_i (log(m s_i) - mu)`. Weights lie in the simplex. While `mu > tolerance`, `max w'G a`, subject to
+    `(G w)_i >= 0` for the largest u_i L_i, and `(G w)_i >= (G a)_i` where that is not positive: other losses may grow
+    while the proportions are put right. Afterwards `max sum_i (G w)_i`, subject to `G w >= 0` and
+    `w'G a >= min(0, max_i (G a)_i)`: all losses fall and the proportions stay, or suffer as little as possible.
 
     Args:
         preference: u `[m]`, positive: twice the weight means half the loss. Its size counts in a, as in the paper:
@@ -36,21 +31,17 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian and the losses. Weights are a vertex of a polytope, so that they jump;
-        differentiable where losses, preference and Gramian enter the constraints.
+        A rule that needs the Gramian and the losses. Weights are a vertex of a polytope, so that they jump.
 
     Guarantees:
         The weights stay the same when the Jacobian is scaled. Negative losses give NaN weights; losses that are all
-        zero count as being in proportion. It may conflict with losses that are small enough. If the search does not
-        end, weights are NaN.
+        zero are in proportion. It may conflict with losses that are small enough. If the search does not end, weights
+        are NaN.
 
     Source:
-        Mahapatra & Rajan, Multi-task learning with user preferences, ICML 2020, algorithm 1; the programs are those of
-        the authors' code.
-
-    Differences:
-        If no weights meet the last constraint of the second program, the authors' code fails; here they miss it by the
-        least amount. That code multiplies the weights by m.
+        Mahapatra & Rajan, ICML 2020, algorithm 1; the programs are those of the authors' code. If no weights meet the
+        last constraint of the second program, the authors' code fails; here they miss it by the least amount. That code
+        multiplies the weights by m.
     """
     u = per_objective("preference", preference, POSITIVE)
     tolerance = number("tolerance", tolerance, NOT_NEGATIVE, "The default is 1e-4.")

@@ -14,19 +14,12 @@ from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
 
 
 class ExcessMtlState(NamedTuple):
-    """The state of ExcessMTL, which takes as much memory as the Jacobian.
+    """The state of ExcessMTL, which takes as much memory as the Jacobian."""
 
-    Attributes:
-        roots: pytree like the Jacobian, at least float32: root of the sum of squares of every entry so far.
-        baseline: float64 `[m]`: the excess risk that is normalised to one; 0 where there was none yet.
-        log_weights: float64 `[m]`.
-        calls: int64 `[]`.
-    """
-
-    roots: Tree
-    baseline: Tensor
-    log_weights: Tensor
-    calls: Tensor
+    roots: Tree  # pytree like the Jacobian, at least float32: root of the sum of squares of every entry so far
+    baseline: Tensor  # float64 `[m]`: the excess risk that is normalised to one; 0 where there was none yet
+    log_weights: Tensor  # float64 `[m]`
+    calls: Tensor  # int64 `[]`
 
 
 def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
@@ -41,21 +34,18 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
             For 0, the first call sets the baseline, and its own exponent is `rate E_i`.
 
     Returns:
-        A rule that needs the full Jacobian. Weights lie in the simplex. The derivative is zero for entries that were
-        always zero, where `|J_ip|` has a kink.
+        A rule that needs the full Jacobian. Weights lie in the simplex. Entries that were always zero have the
+        derivative zero.
 
     Guarantees:
         With a warm-up, invariant to scaling each row by a factor that is the same in all calls. No squares are formed,
-        so that norms of any size are allowed. A row of zeros has risk 0; its first nonzero risk becomes its baseline.
-        Equal or opposite rows get equal weights.
+        so that norms of any size are allowed. The first nonzero risk of a row becomes its baseline. Equal or opposite
+        rows get equal weights.
 
     Source:
-        He et al., Robust multi-task learning with excess risks, ICML 2024: equations 6, 7 and 9, section 3.2 (the
-        baseline), appendix C.1 (the warm-up).
-
-    Differences:
-        The authors' code adds 1e-7 under the root and to the baseline. As there, and unlike the paper, the first call
-        without a warm-up is not normalised.
+        He et al., ICML 2024, equations 6, 7 and 9; section 3.2: the baseline; appendix C.1: the warm-up. The authors'
+        code adds 1e-7 under the root and to the baseline. As there, and unlike the paper, the first call without a
+        warm-up is not normalised.
     """
     rate = number("rate", rate, POSITIVE, "The default is 1.")
     check_integer("n_warmup", n_warmup, 0, "Use 0 for no warm-up.")

@@ -26,23 +26,16 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
 
     Guarantees:
         Never conflicts. For alpha = 1 invariant to scaling a row, with a direction of norm `sqrt(m)`; else the
-        direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J. A row of zeros gets weight 0, the
-        others the weights that they have without it.
-        The residual is at rounding for alpha from 0.1 to 10 and norms spread over 1e12. For larger alpha (from 50 at
-        norms spread over 1e4, 20 at 1e12) a row to which the others give more than its share may keep a weight too
-        large, but below 1e-60 of the sum of all `w norms`. Below 0.02, with norms spread over 1e4, derivatives may be
-        zero.
+        direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J. The residual is at rounding for alpha
+        from 0.1 to 10 and norms spread over 1e12; beyond, a weight may be too large, but below 1e-60 of the sum of all
+        `w norms`. Below 0.02, derivatives may be zero.
         A stationary Jacobian (a convex combination of the unit rows is zero, within 1e-7; within 1e-4 for some with
-        `alpha >= 5`) has no solution. Weights are 0 for `alpha >= 1`, and wherever no direction gains. For `alpha < 1`
-        the direction of largest utility exists. It gains zero for the rows that cancel, whose weights are of order
-        `eps^(-alpha / (1 + alpha))`, and is accurate to `eps^(1 / (1 + alpha))`: 1e-14 for 0.1, 6e-9 for 0.9.
+        `alpha >= 5`) has no solution. Weights are 0 for `alpha >= 1`, and if no direction gains. For `alpha < 1` the
+        direction of largest utility is accurate to `eps^(1 / (1 + alpha))`: 1e-14 for 0.1, 6e-9 for 0.9.
 
     Source:
-        Ban & Ji, Fair resource allocation in multi-task learning, ICML 2024, arXiv 2402.15638, equation 4.
-
-    Differences:
-        Exact, where the authors' code minimises the square of `G w - w^(-1 / alpha)` with an absolute tolerance. `alpha
-        = 0` is `mean()`, as there; the limit of small alpha is `dualproj` with a preference of ones.
+        Ban & Ji, ICML 2024, arXiv 2402.15638, equation 4. The authors' code minimises the square of `G w - w^(-1 /
+        alpha)`. `alpha = 0` is `mean()`, as there; the limit of small alpha is `dualproj` with a preference of ones.
     """
     alpha = number("alpha", alpha, NOT_NEGATIVE, "The paper tries 0.5 to 10.")
     on_host = runs_on_host(solver, alpha)

@@ -16,25 +16,15 @@ _EPSILON = 1e-8
 
 
 class FamoState(NamedTuple):
-    """The state of FAMO.
+    """The state of FAMO."""
 
-    Attributes:
-        logits: float64 `[m]`.
-        first: float64 `[m]`: Adam's running mean of the gradients of the logits.
-        second: float64 `[m]`: Adam's running mean of their squares.
-        calls: int64 `[]`: the number of calls.
-        before: float64 `[m]`: the losses of the last call.
-        after: float64 `[m]`: the losses after its step, if measured.
-        measured: bool `[]`: whether `after` was measured.
-    """
-
-    logits: Tensor
-    first: Tensor
-    second: Tensor
-    calls: Tensor
-    before: Tensor
-    after: Tensor
-    measured: Tensor
+    logits: Tensor  # float64 `[m]`
+    first: Tensor  # float64 `[m]`: Adam's running mean of the gradients of the logits
+    second: Tensor  # float64 `[m]`: Adam's running mean of their squares
+    calls: Tensor  # int64 `[]`: the number of calls
+    before: Tensor  # float64 `[m]`: the losses of the last call
+    after: Tensor  # float64 `[m]`: the losses after its step, if measured
+    measured: Tensor  # bool `[]`: whether `after` was measured
 
 
 def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
@@ -57,11 +47,8 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         batch, but without a further forward pass. Invariant to the unit of the losses. Losses must be positive.
 
     Source:
-        Liu, Feng, Stone & Liu, FAMO: fast adaptive multitask optimization, NeurIPS 2023, arXiv 2306.03792, algorithm 1;
-        the authors' code for Adam.
-
-    Differences:
-        No 1e-8 is added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the authors' code has 1e-5.
+        Liu, Feng, Stone & Liu, NeurIPS 2023, arXiv 2306.03792, algorithm 1; the authors' code for Adam. No 1e-8 is
+        added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the authors' code has 1e-5.
 
     Example:
         >>> losses = lambda params: (params - torch.tensor([1.0, -1.0])).square()

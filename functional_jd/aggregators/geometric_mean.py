@@ -19,7 +19,7 @@ def geometric_mean() -> Aggregator:
         Losses must be positive. A loss that approaches zero takes all the weight, and the others stay where they are.
 
     Source:
-        Chennupati, Sistu, Yogamani & Rawashdeh, MultiNet++, CVPR workshops 2019: the geometric loss strategy.
+        Chennupati, Sistu, Yogamani & Rawashdeh, MultiNet++, CVPR workshops 2019.
     """
     return scalarized(value)._replace(takes=("geometric_mean", POSITIVE))
 

@@ -32,12 +32,12 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
 
     Guarantees:
         The same state gives the same random numbers on every device and under every transform, for a tree and for its
-        flattened rows. Without a leak the expected direction is `total()`, up to 2^-24; with a leak of ones it is
-        `total()`. Entries on which all rows agree are never dropped. Scale-equivariant. Rows of zeros have no effect.
+        flattened rows. Without a leak the expected direction is `total()`, up to 2^-24. Entries on which all rows agree
+        are never dropped. Scale-equivariant.
 
     Source:
-        Chen et al., Just pick a sign: gradient sign dropout, NeurIPS 2020, arXiv 2010.06808, equations 1 and 2, lines
-        10 to 15 of algorithm 1, with f the identity. `U = P` gives the negative sign here; the paper drops both.
+        Chen et al., NeurIPS 2020, arXiv 2010.06808, equations 1 and 2, with f the identity. `U = P` gives the negative
+        sign here; the paper drops both.
     """
     check_key(key)
     leak_of = per_objective("leak", leak, FROM_0_TO_1, default=lambda _: 0.0)

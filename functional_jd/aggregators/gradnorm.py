@@ -16,15 +16,10 @@ _View = tuple[Tensor, Tensor]
 
 
 class GradNormState(NamedTuple):
-    """The state of GradNorm.
+    """The state of GradNorm."""
 
-    Attributes:
-        initial: float64 `[m]`: the losses at the start, the reference for progress.
-        logits: float64 `[m]`: `weights = m softmax(logits)`.
-    """
-
-    initial: Tensor
-    logits: Tensor
+    initial: Tensor  # float64 `[m]`: the losses at the start, the reference for progress
+    logits: Tensor  # float64 `[m]`: `weights = m softmax(logits)`
 
 
 def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
@@ -44,16 +39,13 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
 
     Guarantees:
         The first direction is `total()`. Invariant to scaling the Jacobian, and to the unit of a loss. Norms at their
-        targets stay there (the sign is linear within 2^-40, against rounding). The weight of a row of zeros changes
-        only through the softmax. Losses must be positive at the start and not negative later: else the direction is
-        NaN.
+        targets stay there (the sign is linear within 2^-40). Losses must be positive at the start and not negative
+        later: else the direction is NaN.
 
     Source:
-        Chen, Badrinarayanan, Lee & Rabinovich, GradNorm, ICML 2018, arXiv 1711.02257: equations 1 and 2, algorithm 1.
-
-    Differences:
-        A softmax keeps the weights positive and their sum m, as in LibMTL; the paper renormalises weights that a step
-        may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of all
+        Chen, Badrinarayanan, Lee & Rabinovich, ICML 2018, arXiv 1711.02257: equations 1 and 2, algorithm 1. A softmax
+        keeps the weights positive and their sum m, as in LibMTL; the paper renormalises weights that a step may have
+        made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of all
         parameters; those of the last shared layer, as in the paper: `aggregation.from_part(gradnorm(), ["layer"])`.
     """
     alpha = number("alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")

@@ -16,15 +16,10 @@ _MARGIN = 2.0**-40
 
 
 class GradVacState(NamedTuple):
-    """The state of GradVac.
+    """The state of GradVac."""
 
-    Attributes:
-        key: int64 `[2]`, the key of the next call, on the Jacobian's device.
-        targets: float64 `[m, m]`: moving averages of the cosines of row i with row j; the diagonal is 0.
-    """
-
-    key: Tensor
-    targets: Tensor
+    key: Tensor  # int64 `[2]`, the key of the next call, on the Jacobian's device
+    targets: Tensor  # float64 `[m, m]`: moving averages of the cosines of row i with row j; the diagonal is 0
 
 
 def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggregator:
@@ -43,17 +38,14 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         A rule that needs the Gramian. Weights are at least 1; differentiable where no cosine equals its target or +-1.
 
     Guarantees:
-        A projected row within 1e-6 of opposite to the next one is cancelled. The same state gives the same random
-        orders on every device and under every transform. The first call, and every call with `beta=0`, is `pcgrad` with
-        the same key. Scale-equivariant; scaling rows does not change the targets. A row of zeros, or one that was
-        cancelled, has cosine 0 with all rows and affects its targets only.
+        The same state gives the same random orders on every device and under every transform. The first call, and every
+        call with `beta=0`, is `pcgrad` with the same key. Scaling rows does not change the targets. A row of zeros, or
+        one that was cancelled (within 1e-6 of opposite), has cosine 0 with all rows.
 
     Source:
-        Wang, Tsvetkov, Firat & Cao, Gradient vaccine, ICLR 2021, arXiv 2010.05874, equations 2 and 3, algorithm 1.
-
-    Differences:
-        Targets are clamped to a distance of 2^-40 from +-1; the authors' code adds 1e-8 to the denominators, and so
-        depends on the scale. One group of parameters; for more, see `grouped`.
+        Wang, Tsvetkov, Firat & Cao, ICLR 2021, arXiv 2010.05874, equations 2 and 3, algorithm 1. Targets are clamped to
+        a distance of 2^-40 from +-1; the authors' code adds 1e-8 to the denominators, and so depends on the scale. One
+        group of parameters; for more, see `grouped`.
     """
     check_key(key)
     beta = number("beta", beta, FROM_0_TO_1, "0 never learns, 1 uses the last call.")

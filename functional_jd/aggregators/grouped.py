@@ -18,27 +18,19 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
             `MultitaskJacobian`, the groups are those of `shared`.
         rows: for groups that only some losses reach, the places of these, rising: `{"decoder": [1, 2]}`. The
             group's rule receives their rows alone; the others have weight 0. Else a loss that does not reach a group
-            has a row of zeros there, which stops `mgda` and `cagrad`, and counts in the mean of `upgrad`.
+            has a row of zeros there, which stops `mgda` and `cagrad`: `train_state` warns of it.
 
     Returns:
         A rule with the costs of its rules together: one backward pass for groups whose rules need no gradients and are
         one rule, inner products by group, or rows, which groups inside a group have always. Its weights and its state
         are dicts of those of the groups.
 
-    Raises:
-        TypeError: a value of `rules` is not an `Aggregator`; when called, params that are not a dict.
-        ValueError: no rules; `rows` without a rule or places; when called, a group without a rule, or the reverse.
-
-    Warns:
-        UserWarning: where training starts, a row of zeros in a group whose rule needs the Gramian or norms of all rows.
-
     Guarantees:
-        The direction of one group does not depend on the others' rows. The laws of the rules (non-conflicting,
-        scale-equivariant) hold group by group. `cr_mogm(grouped(...))` averages all weights, `grouped({key:
-        cr_mogm(...)})` those of one group.
+        The direction of one group does not depend on the others' rows. The laws of the rules hold group by group.
+        `cr_mogm(grouped(...))` averages all weights, `grouped({key: cr_mogm(...)})` those of one group.
 
     Source:
-        The granularities of Wang et al., Gradient vaccine, ICLR 2021 (encoder and decoder, layers), for any rule.
+        The granularities of Wang et al., ICLR 2021, arXiv 2010.05874, for any rule.
 
     Example:
         >>> rule = grouped({"trunk": upgrad(), "head": mean()})

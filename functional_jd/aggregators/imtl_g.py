@@ -24,15 +24,13 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
 
     Guarantees:
         Linearly independent rows: `<direction, g_i> / |g_i|` is `1 / sum(v)` for all i; if that is negative, the
-        direction conflicts with all rows. Scaling one row changes the length only. Dependent rows: equal in the
-        least-squares sense, for comparable norms; the direction may turn round when a row is scaled. Homogeneous in the
-        Jacobian. Rows of zeros get weight 0. All weights are 0 if no direction has equal projections (opposite rows,
-        zeros), or v sums to zero.
+        direction conflicts with all rows. Dependent rows: equal in the least-squares sense, for comparable norms; the
+        direction may turn round when a row is scaled. Homogeneous. Rows of zeros get weight 0. All weights are 0 if no
+        direction has equal projections (opposite rows, zeros), or v sums to zero.
 
     Source:
-        Liu et al., Towards impartial multi-task learning, ICLR 2021, section 3.1; with the pseudo-inverse, for
-        dependent rows: Quinton & Rey, arXiv 2406.16232, appendix. A zero sum is relative to its terms here; in the
-        authors' code it is 1e-12.
+        Liu et al., ICLR 2021, section 3.1; for dependent rows Quinton & Rey, arXiv 2406.16232, appendix. A zero sum is
+        relative to its terms here; in the authors' code it is 1e-12.
     """
 
     def weigh(G: Gramian) -> Weights:

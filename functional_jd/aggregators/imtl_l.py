@@ -10,11 +10,7 @@ from functional_jd.core.arguments import POSITIVE, Number, number
 
 
 class ImtlLState(NamedTuple):
-    """The state of IMTL-L.
-
-    Attributes:
-        log_scales: float64 `[m]`.
-    """
+    """The state of IMTL-L: `log_scales` float64 `[m]`."""
 
     log_scales: Tensor
 
@@ -31,13 +27,12 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
         A rule that needs the losses only. Weights are positive.
 
     Guarantees:
-        Constant losses converge to `exp(v) = 1 / L`, with all scaled losses 1. `uw(2 rate)` has half the weights.
-        Losses must be positive: v diverges at 0, and weights are NaN for negative losses. Losses far above `1 / rate`
-        make v overshoot in the first call, and return by `rate` per call: divide losses by their initial values.
+        Constant losses converge to `exp(v) = 1 / L`; `uw(2 rate)` has half the weights. Losses must be positive: v
+        diverges at 0, and weights are NaN below. Losses far above `1 / rate` make v overshoot, and return by `rate` per
+        call: divide losses by their initial values.
 
     Source:
-        Liu et al., Towards impartial multi-task learning, ICLR 2021: loss balance, with the exponential for the scaling
-        function. The paper learns v with the optimizer of the parameters.
+        Liu et al., Towards impartial multi-task learning, ICLR 2021: loss balance, with the exponential.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 

@@ -21,13 +21,12 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
         A rule that needs the Gramian. Derivatives are 0, which is right where no two scores are equal.
 
     Guarantees:
-        Equivariant under rotation, scaling and translation of all rows, up to rounding: rows are told apart if they
-        differ by more than 1e-7 of their norms. Equal to `mean()` for `n_selected = m`. Equal scores are taken in the
-        order of the rows. The paper's guarantee holds for `m > 2 n_byzantine + 2`.
+        Equivariant under rotation, scaling and translation of all rows: rows are told apart if they differ by more than
+        1e-7 of their norms. Equal scores are taken in the order of the rows. The paper's guarantee holds for `m > 2
+        n_byzantine + 2`.
 
     Source:
-        Blanchard, El Mhamdi, Guerraoui & Stainer, Machine learning with adversaries, NeurIPS 2017, section 4. Scores
-        add up squared distances, as in the paper; the authors' code adds up distances.
+        Blanchard et al., NeurIPS 2017, section 4; the authors' code adds up distances, not their squares.
     """
     check_integer("n_byzantine", n_byzantine, 0, "It counts rows.")
     check_integer("n_selected", n_selected, 1, "It counts rows.")

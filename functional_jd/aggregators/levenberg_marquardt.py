@@ -14,19 +14,12 @@ _View = tuple[Gramian, Tensor]
 
 
 class LevenbergMarquardtState(NamedTuple):
-    """The state of Levenberg-Marquardt, all float64 `[]`.
+    """The state of Levenberg-Marquardt, all float64 `[]`."""
 
-    Attributes:
-        damping: the damping of the last step; before the first, that of the first.
-        growth: what the damping is multiplied by if the next step fails.
-        value: half the sum of the squared residuals before the last step.
-        predicted: how much the last step should lower it; 0 before the first.
-    """
-
-    damping: Tensor
-    growth: Tensor
-    value: Tensor
-    predicted: Tensor
+    damping: Tensor  # the damping of the last step; before the first, that of the first
+    growth: Tensor  # what the damping is multiplied by if the next step fails
+    value: Tensor  # half the sum of the squared residuals before the last step
+    predicted: Tensor  # how much the last step should lower it; 0 before the first
 
 
 def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
@@ -44,12 +37,10 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
         q is not zero.
 
     Guarantees:
-        The prediction is that of a step with learning rate 1 on the same residuals: take `line_search(sgd(1.0), [1.0,
-        0.0])`, and the whole batch in every step. Rate 0 takes a step back that fails, as in the classical method;
-        shorter rates would shorten it. With `sgd(1.0)` alone it stays, the next ones are shorter, and a bad start may
-        not be made good.
-        The damping stays between the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can
-        grow again, and `eps^-1/2` of that entry: where residuals are at rounding every step fails.
+        The prediction is that of a step with learning rate 1 on the same residuals: take the whole batch in every step,
+        and `line_search(sgd(1.0), [1.0, 0.0])`. Rate 0 takes back a step that fails, as in the classical method. With
+        `sgd(1.0)` alone it stays, and a bad start may not be made good. The damping stays between the rounding of the
+        Gramian, `8 m eps` of its largest diagonal entry, and `eps^-1/2` of that entry.
 
     Source:
         Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.

@@ -21,10 +21,9 @@ def mgda(*, solver: Solver = "host") -> Aggregator:
         differentiable where they are unique and the set of positive ones does not change.
 
     Guarantees:
-        Never conflicts: `<direction, g_i> >= |direction|^2`, with equality where the weight is positive. Homogeneous in
-        the Jacobian; never longer than the shortest row, and accurate relative to that row, to 1e-16 k^2 where rows
-        cancel that are k times as long. Zero if and only if the Jacobian is stationary. Equal rows share one weight.
-        Rows of zeros share all of it.
+        Never conflicts: `<direction, g_i> >= |direction|^2`, with equality where the weight is positive. Homogeneous;
+        accurate relative to the shortest row, to 1e-16 k^2 where rows cancel that are k times as long. Zero if and only
+        if the Jacobian is stationary. Equal rows share one weight. Rows of zeros share all of it.
 
     Source:
         Desideri, Multiple-gradient descent algorithm (MGDA), Comptes Rendus Mathematique 350, 2012, theorem 2.2; as a

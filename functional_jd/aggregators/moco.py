@@ -15,18 +15,11 @@ _View = tuple[Jacobian, Tensor]
 
 
 class MocoState(NamedTuple):
-    """The state of MoCo, which takes as much memory as the Jacobian.
+    """The state of MoCo, which takes as much memory as the Jacobian."""
 
-    Attributes:
-        rows: pytree like the Jacobian, at least float32: moving average of the rows, each rescaled to the length of its
-            loss.
-        weights: float64 `[m]`, of the averaged rows.
-        calls: int64 `[]`.
-    """
-
-    rows: Tree
-    weights: Tensor
-    calls: Tensor
+    rows: Tree  # pytree like the Jacobian, at least float32: averages of the rows, as long as their losses
+    weights: Tensor  # float64 `[m]`, of the averaged rows
+    calls: Tensor  # int64 `[]`
 
 
 def moco(
@@ -50,18 +43,13 @@ def moco(
         is a kink.
 
     Guarantees:
-        Invariant to scaling a row, whose length in the average is its loss; below float64 as long as `loss_i / |g_i|`
-        is between 1e-38 and 3e38. With `gamma` 0 the weights stay uniform. A row of zeros stays zero in the average.
-        Losses must not be negative: else the direction is NaN.
+        Invariant to scaling a row; below float64 as long as `loss_i / |g_i|` is between 1e-38 and 3e38. With `gamma` 0
+        the weights stay uniform. Losses must not be negative: else the direction is NaN.
 
     Source:
-        Fernando et al., Mitigating gradient bias in multi-objective learning, ICLR 2023, arXiv 2210.12624: algorithm 1,
-        as in the authors' code that LibMTL publishes.
-
-    Differences:
-        As in that code, and unlike the paper, rows are rescaled to the length of their loss, and softmax replaces the
-        projection on the simplex: so the weights stay near uniform, each within a factor of e where gradients are
-        short. No 1e-8 is added to the norms.
+        Fernando et al., ICLR 2023, arXiv 2210.12624: algorithm 1, as in the authors' code that LibMTL publishes, and
+        unlike the paper: rows are rescaled to the length of their loss, and softmax replaces the projection on the
+        simplex, so that each weight stays within a factor of e where gradients are short.
     """
     beta = number("beta", beta, ABOVE_0_TO_1, "The default is 0.5.")
     gamma, rho, beta_sigma, gamma_sigma = (

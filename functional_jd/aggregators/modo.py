@@ -11,11 +11,7 @@ from functional_jd.solvers.simplex import simplex_projection
 
 
 class ModoState(NamedTuple):
-    """The state of MoDo.
-
-    Attributes:
-        weights: float64 `[m]`, of the last call.
-    """
+    """The state of MoDo: `weights` float64 `[m]`, of the last call."""
 
     weights: Tensor
 
@@ -39,11 +35,9 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
         scale-equivariant, as in the paper: `rate` has a unit.
 
     Source:
-        Chen, Fernando, Ying & Chen, Three-way trade-off in multi-objective learning, JMLR 25, 2024, equation 2.9a.
-
-    Differences:
-        The direction is that of the first Jacobian; the paper's is that of both batches' mean gradients or of a third
-        batch: `aggregation.combine(third_jacobian, weights)`.
+        Chen, Fernando, Ying & Chen, Three-way trade-off, JMLR 25, 2024, equation 2.9a. The direction is that of the
+        first Jacobian; the paper's is that of both batches' mean gradients or of a third batch:
+        `aggregation.combine(third_jacobian, weights)`.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
     ridge = number("ridge", ridge, NOT_NEGATIVE, "Use 0 for none.")

@@ -12,15 +12,10 @@ from functional_jd.solvers.fairness import fair_shares
 
 
 class NashState(NamedTuple):
-    """The state of Nash-MTL.
+    """The state of Nash-MTL."""
 
-    Attributes:
-        weights: float64 `[m]`: the last bargaining solution, before clipping.
-        calls: int64 `[]`: the number of calls.
-    """
-
-    weights: Tensor
-    calls: Tensor
+    weights: Tensor  # float64 `[m]`: the last bargaining solution, before clipping
+    calls: Tensor  # int64 `[]`: the number of calls
 
 
 def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host") -> Aggregator:
@@ -40,15 +35,13 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
 
     Guarantees:
         Never conflicts. Invariant to scaling a row. Before clipping it is `fairgrad(1)`, and the direction has norm
-        `sqrt(m)`. A row of zeros gets weight 0, the others the weights that they have without it. A stationary Jacobian
-        (a convex combination of the unit rows is zero, within 1e-7) has no solution: weights 0.
+        `sqrt(m)`. A row of zeros gets weight 0. A stationary Jacobian (a convex combination of the unit rows is zero,
+        within 1e-7) has no solution: weights 0.
 
     Source:
-        Navon et al., Multi-task learning as a bargaining game, ICML 2022, arXiv 2202.01017, claim 3.1 and algorithm 1.
-
-    Differences:
-        Exact, where the paper's convex-concave procedure stops at a residual of 1e-3; so the solution does not depend
-        on previous weights, and `every` saves no time, but affects training.
+        Navon et al., ICML 2022, arXiv 2202.01017, claim 3.1 and algorithm 1. Exact, where the paper's convex-concave
+        procedure stops at a residual of 1e-3; so the solution does not depend on previous weights, and `every` saves no
+        time, but affects training.
     """
     max_norm = number("max_norm", max_norm, NOT_NEGATIVE, "Use 0 for no limit.")
     check_integer("every", every, 1, "Use 1 for every call.")

@@ -10,39 +10,33 @@ from functional_jd.solvers.spectral import damped_weights, largest_eigenvalue, p
 def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggregator:
     """The damped step of Gauss and Newton (Levenberg, Marquardt) for residuals r, which the losses are.
 
-    `weights = (G + damping 1)^-1 r`, so that by Woodbury's identity `direction = J' weights = (J' J + damping 1)^-1 J'
-    r`, which minimizes `|J d - r|^2 + damping |d|^2`. The losses must be the residuals themselves, not their squares: m
-    numbers of any sign, mostly by `per_example`. The system is `[m, m]`, whatever the number of parameters.
+    `weights = (G + damping 1)^-1 r`, so that `direction = J' weights = (J' J + damping 1)^-1 J' r`, which minimizes `|J
+    d - r|^2 + damping |d|^2`. The losses must be the residuals themselves, mostly by `per_example`. The system is `[m,
+    m]`, whatever the number of parameters.
 
     Args:
         damping: not negative, in the unit of a squared gradient; larger is a shorter step, closer to the gradient of
             `|r|^2 / (2 damping)`. The number 0 gives the step of least norm, by the pseudo-inverse, which takes ten
             times as long.
-        relative: whether `damping` is a fraction of the largest eigenvalue of the Gramian, so that the unit of the
-            residuals does not matter. It costs an eigenvalue decomposition.
+        relative: whether `damping` is a fraction of the largest eigenvalue of the Gramian, at the cost of a
+            decomposition.
 
     Returns:
-        A rule that needs the Gramian and the losses: `aggregate(rule, jacobian, losses=residuals)`. Weights of any
-        sign; differentiable with `relative` where the largest eigenvalue is simple, for the number 0 where the rank is
-        constant.
+        A rule that needs the Gramian and the losses. Weights of any sign; differentiable with `relative` where the
+        largest eigenvalue is simple, for the number 0 where the rank is constant.
 
     Guarantees:
         With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm, up to a
-        residual of about `eps cond(J)^2`; singular values of J below `sqrt(8 m eps)` of the largest count as zero. The
-        direction is the same for residuals `Q r`, Q orthogonal. If no residual depends on the parameters, it is zero.
-        Cholesky's decomposition adds a ridge of `8 m eps` of the largest diagonal entry to the damping. The part of the
-        residuals that no step reduces gives weights of its size by the damping: only their rounding enters the
-        direction. If that is more than 1e-10 of it, and no eigenvalue is near rounding but not zero, the weights are
-        those of the rest, by the pseudo-inverse; not so under a transform, compiled, and off the CPU. There the
-        direction is right to `m eps` of the largest eigenvalue by the damping: take a damping of a hundred times that
-        or more.
-        The heads of `multitask` losses follow the sum of their residuals: use a plain function. Eigenvalues synchronize
-        with the device; Cholesky's decomposition does not.
+        residual of about `eps cond(J)^2`; singular values below `sqrt(8 m eps)` of the largest count as zero.
+        Cholesky's decomposition adds a ridge of `8 m eps` of the largest diagonal entry. The part of the residuals that
+        no step reduces gives weights of its size by the damping, whose rounding enters the direction. On the CPU, the
+        pseudo-inverse leaves that part out if it matters; under a transform, compiled, and on a GPU take a damping of a
+        hundred times `m eps` of the largest eigenvalue or more. The heads of `multitask` losses follow the sum of their
+        residuals: use a plain function.
 
     Source:
-        Müller & Zeinhofer, Achieving high accuracy with PINNs via energy natural gradient descent, ICML 2023, arXiv
-        2302.13163; solved in the space of residuals, as Chen & Heyl, arXiv 2302.01941 (minSR), and Goldshlager,
-        Abrahamsen & Lin, arXiv 2401.10190, do for wave functions.
+        Müller & Zeinhofer, ICML 2023, arXiv 2302.13163; solved in the space of residuals, as Chen & Heyl, arXiv
+        2302.01941 (minSR), and Goldshlager, Abrahamsen & Lin, arXiv 2401.10190.
 
     Example:
         >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)

@@ -26,12 +26,11 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
         A rule that needs the losses only. Weights of any sign, of norm `sqrt(1 + theta^2)`.
 
     Guarantees:
-        Invariant to multiplying losses and reference by `c > 0`, and to multiplying `weights` by c. On the ray (within
-        2^-40 of the distance from the reference), where d_2 has a kink, the weights are n. Any finite losses are valid.
+        Invariant to multiplying losses and reference by `c > 0`. On the ray (within 2^-40 of the distance from the
+        reference), where d_2 has a kink, the weights are n. Any finite losses are valid.
 
     Source:
-        Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on
-        Evolutionary Computation 11, 2007, section II: the penalty-based boundary intersection approach.
+        Zhang & Li, MOEA/D, IEEE Transactions on Evolutionary Computation 11, 2007, section II.
     """
     theta = number("theta", theta, NOT_NEGATIVE, "The paper uses 5.")
     u = per_objective("weights", weights, PREFERENCES)

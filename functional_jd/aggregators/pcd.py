@@ -16,11 +16,7 @@ _COMPATIBLE, _VANISHING = 1e-9, 1e-12
 
 
 class PcdState(NamedTuple):
-    """The state of PCD.
-
-    Attributes:
-        squares: float64 `[m]`: running mean of the squared norms of the rows, up to a common factor.
-    """
+    """The state of PCD: `squares` float64 `[m]`: running mean of the squared norms of the rows, up to a factor."""
 
     squares: Tensor
 
@@ -42,20 +38,15 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         differentiable where the active constraints do not change.
 
     Guarantees:
-        The direction has the norm of the first row. Scaling the first row (in all calls) scales the direction; scaling
-        another has no effect. If the first row satisfies all constraints, it is the direction. Incompatible shares
-        (opposite rows, `tau > 0`) are all dropped, which gives the first row; they count as incompatible if the
-        shortest direction with them is 3e4 times as long as the largest. A first row of zeros, or one that the others
-        cancel, gives zero: if less than a part r = 1e-6 of the sum of all weighted norms is left of d. What is left is
-        normalised, its length accurate to 1e-16 / r^2. Other rows of zeros have no effect.
+        The direction has the norm of the first row; it is that row if that satisfies all constraints. Scaling another
+        row, in all calls, has no effect. Incompatible shares (opposite rows, `tau > 0`) are all dropped, which gives
+        the first row: if the shortest direction with them is 3e4 times as long as the largest. A first row of zeros, or
+        one that the others cancel to a part r = 1e-6 of the sum of all weighted norms, gives zero; the length of the
+        rest is accurate to 1e-16 / r^2.
 
     Source:
-        Varam & AlHajri, Not all objectives are born equal, arXiv 2606.29521: definitions 4.1 and 4.5, theorem 4.2,
-        algorithm 1.
-
-    Differences:
-        No 1e-8 under the root. The bias of the running mean is a common factor of all rows, which cancels. One
-        complementarity problem replaces the enumeration of working sets, and another decides whether the shares are
+        Varam & AlHajri, arXiv 2606.29521: definitions 4.1 and 4.5, theorem 4.2, algorithm 1. No 1e-8 under the root.
+        One complementarity problem replaces the enumeration of working sets; another decides whether shares are
         compatible: whether r can be positive in the cone `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
     """
     shares_of, given = _shares(tau)

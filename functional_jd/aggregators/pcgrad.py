@@ -23,14 +23,12 @@ def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
         solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights are at least 1; differentiable where no projected row is orthogonal to
-        the next. Its state is the next key.
+        A rule that needs the Gramian. Weights are at least 1. Its state is the next key.
 
     Guarantees:
         The same state gives the same random orders on every device and under every transform. Equal to `total()` if no
-        two rows conflict. Scale-equivariant. With two rows it never conflicts and does not depend on the key; with more
-        it may conflict, as a projection may undo an earlier one. Rows of zeros have no effect; two opposite rows give
-        zero.
+        two rows conflict. With two rows it never conflicts and does not depend on the key; with more it may conflict,
+        as a projection may undo an earlier one. Two opposite rows give zero.
 
     Source:
         Yu et al., Gradient surgery for multi-task learning, NeurIPS 2020, arXiv 2001.06782, algorithm 1.

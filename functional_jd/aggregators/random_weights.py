@@ -20,11 +20,10 @@ def random_weights(key: Tensor) -> Aggregator:
         A rule that needs no gradients. Its state is the next key.
 
     Guarantees:
-        The same state gives the same numbers on every device and under every transform. Weights are positive and sum to
-        one; the expected direction is that of `mean()`.
+        The same state gives the same numbers on every device. The expected direction is that of `mean()`.
 
     Source:
-        Lin, Ye, Zhang & Tsang, Reasonable effectiveness of random weighting, TMLR 2022, arXiv 2111.10603, algorithm 2.
+        Lin, Ye, Zhang & Tsang, TMLR 2022, arXiv 2111.10603, algorithm 2.
     """
     check_key(key)
 

@@ -12,11 +12,7 @@ from functional_jd.solvers.simplex import simplex_projection
 
 
 class SdmgradState(NamedTuple):
-    """The state of SDMGrad.
-
-    Attributes:
-        inner: float64 `[m]`: the result of the inner steps, before the preference is added.
-    """
+    """The state of SDMGrad: `inner` float64 `[m]`: the result of the inner steps, before the preference is added."""
 
     inner: Tensor
 
@@ -47,20 +43,17 @@ def sdmgrad(
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights lie in the
-        simplex if u does. At the default rate, the steps may jump between corners of the simplex: their exact
-        derivatives may be huge, and rounding may grow to the size of the direction.
+        simplex if u does. At the default rate, steps may jump between its corners: derivatives, and rounding, may be
+        huge.
 
     Guarantees:
         The weights stay the same, bit for bit, when either batch is scaled by a power of four. If the diagonal has no
         positive entry, since every objective's two gradients conflict, then s is 0 and w does not change.
 
     Source:
-        Xiao, Ban & Ji, Direction-oriented multi-objective learning, NeurIPS 2023, arXiv 2305.18409, algorithm 1; the
-        scale is that of section 6.1.
-
-    Differences:
-        If s is 0, the authors' code divides by 1e-8 instead. The direction is that of the first Jacobian; the paper's
-        is that of a third batch: `aggregation.combine(third_jacobian, weights)`.
+        Xiao, Ban & Ji, NeurIPS 2023, arXiv 2305.18409, algorithm 1; the scale is that of section 6.1. If s is 0, the
+        authors' code divides by 1e-8 instead. The direction is that of the first Jacobian; the paper's is that of a
+        third batch: `aggregation.combine(third_jacobian, weights)`.
     """
     rate = number("rate", rate, POSITIVE, "The default is 10.")
     momentum = number("momentum", momentum, BELOW_1, "The default is 0.5.")

@@ -22,11 +22,10 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
 
     Guarantees:
         s lies between the largest weighted loss and that plus `mu log m`; for mu to 0 it is `tchebycheff`, for mu to
-        infinity the direction is that of the weighted mean, `u / m`. Invariant to multiplying losses, reference and mu
-        by c. Any finite losses are valid.
+        infinity the direction is that of the weighted mean, `u / m`. Any finite losses are valid.
 
     Source:
-        Lin et al., Smooth Tchebycheff scalarization for multi-objective optimization, ICML 2024, arXiv 2402.19078.
+        Lin et al., Smooth Tchebycheff scalarization, ICML 2024, arXiv 2402.19078.
     """
     mu = number("mu", mu, POSITIVE, "For mu = 0 use tchebycheff.")
     u = preferences("weights", weights)

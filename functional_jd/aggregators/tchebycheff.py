@@ -22,9 +22,7 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
         weight. Invariant to multiplying losses and reference by `c > 0`.
 
     Source:
-        Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on
-        Evolutionary Computation 11, 2007, section II. The paper takes `|L_i - z_i|`, which is the same if no loss is
-        below its reference.
+        Zhang & Li, MOEA/D, IEEE Transactions on Evolutionary Computation 11, 2007, section II, with `|L_i - z_i|`.
     """
     u = preferences("weights", weights)
     z = per_objective("reference", reference, default=lambda _: 0.0)

@@ -23,13 +23,13 @@ def trimmed_mean(trim: int) -> Aggregator:
         derivative is 0, which is right where no two entries are equal.
 
     Guarantees:
-        Equivariant under scaling, and under adding a vector to every row. `trimmed_mean(0) = mean()`; for `m = 2 trim +
-        1` it is the median. With at most `trim` wrong rows, every entry lies between entries of right rows. An entry
-        with a non-finite row is not finite, whether that row is dropped or not.
+        `trimmed_mean(0) = mean()`; for `m = 2 trim + 1` it is the median. With at most `trim` wrong rows, every entry
+        lies between entries of right rows. An entry with a non-finite row is not finite, whether that row is dropped or
+        not.
 
     Source:
-        Yin, Chen, Ramchandran & Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498,
-        definition 2, where `trim` is a fraction beta of m. The authors' code hides NaN and inf.
+        Yin et al., ICML 2018, arXiv 1803.01498, definition 2, where `trim` is a fraction of m. The authors' code hides
+        NaN and inf.
     """
     check_integer("trim", trim, 0, "It counts rows.")
 

@@ -29,11 +29,9 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         positive combination of rows is zero.
 
     Source:
-        Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1.
-
-    Differences:
-        The projections are exact. The authors' code normalises the Gramian by its trace and adds 1e-4 to its diagonal,
-        which leaves conflicts between rows of very different or very small norms.
+        Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1. The projections are exact. The authors' code
+        normalises the Gramian by its trace and adds 1e-4 to its diagonal, which leaves conflicts between rows of very
+        different or very small norms.
 
     Example:
         >>> aggregate(upgrad(), torch.tensor([[2.0, 0.0], [-1.0, 1.0]])).direction

@@ -10,11 +10,7 @@ from functional_jd.core.arguments import POSITIVE, Number, number
 
 
 class UwState(NamedTuple):
-    """The state of uncertainty weighting.
-
-    Attributes:
-        log_variances: float64 `[m]`.
-    """
+    """The state of uncertainty weighting: `log_variances` float64 `[m]`."""
 
     log_variances: Tensor
 
@@ -31,13 +27,12 @@ def uw(rate: Number = 0.1) -> Aggregator:
         A rule that needs the losses only. Weights are positive.
 
     Guarantees:
-        Constant losses converge to `exp(v) = L`, with all weighted losses 1/2. Losses must be positive: v diverges at
-        0, and weights are NaN for negative losses. Losses far above `2 / rate` make v overshoot in the first call, and
-        return by `rate / 2` per call: divide losses by their initial values.
+        Constant losses converge to `exp(v) = L`. Losses must be positive: v diverges at 0, and weights are NaN below.
+        Losses far above `2 / rate` make v overshoot, and return by `rate / 2` per call: divide losses by their initial
+        values.
 
     Source:
-        Kendall, Gal & Cipolla, Multi-task learning using uncertainty to weigh losses for scene geometry and semantics,
-        CVPR 2018, section 3. The paper learns v with the optimizer of the parameters.
+        Kendall, Gal & Cipolla, CVPR 2018, section 3. The paper learns v with the optimizer of the parameters.
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 

@@ -32,8 +32,8 @@ FINE = {
     **dict.fromkeys(("tau", "theta", "tolerance", "beta_sigma", "gamma_sigma", "momentum"), NOT_NEGATIVE),
     **dict.fromkeys(("damping", "max_norm", "mu", "rate", "temperature"), POSITIVE),
     **dict.fromkeys(("leak", "preference", "reference"), OPTION),
-    **dict.fromkeys(("on_host", "relative"), SWITCH),
-    **dict.fromkeys(("n_byzantine", "n_warmup", "trim"), kinds({"zero"})),
+    **dict.fromkeys(("clip", "on_host", "relative"), SWITCH),
+    **dict.fromkeys(("n_byzantine", "n_warmup", "primary", "trim"), kinds({"zero"})),
 }
 OTHERS = {
     "auto_clipped": {"gamma": POSITIVE},
@@ -44,6 +44,7 @@ OTHERS = {
     "grouped": {"rows": OPTION | kinds({"dict"})},
     "nash_mtl": {"max_norm": NOT_NEGATIVE},
     "natural_gradient": {"damping": NOT_NEGATIVE},
+    **{name: {"momentum": BELOW_1} for name in ("learning_rate_annealing", "unit_sum")},
     **{name: {"rate": NOT_NEGATIVE} for name in ("famo", "gradnorm", "modo")},
     **{name: {"weights": OPTION} for name in ("stch", "tchebycheff")},
 }
@@ -52,7 +53,7 @@ EACH = [1.0, 2.0, 1.0]
 NUMBERS: dict[str, dict[str, Any]] = {
     "aligned_mtl": {"preference": EACH, "scale_mode": "min"},
     "auto_clipped": {"gamma": 0.1, "max_norm": 1.0},
-    "cagrad": {"c": 0.5},
+    "cagrad": {"c": 0.5, "preference": EACH, "clip": True},
     "clipped": {"max_norm": 1.0},
     "config": {"preference": EACH},
     "constant": {"weights": EACH},
@@ -74,6 +75,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "imtl_g": {},
     "imtl_l": {"rate": 0.1},
     "krum": {"n_byzantine": 0, "n_selected": 1},
+    "learning_rate_annealing": {"primary": 0, "momentum": 0.5},
     "levenberg_marquardt": {"damping": 0.5},
     "mean": {},
     "mgda": {},
@@ -81,19 +83,26 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "modo": {"rate": 0.1, "ridge": 0.1},
     "nash_mtl": {"max_norm": 1.0, "every": 1},
     "natural_gradient": {"damping": 0.1, "relative": False},
+    "normalized": {"rule": jd.mgda, "by": "norm"},
+    "ntk_weights": {},
     "pbi": {"theta": 1.0, "weights": EACH, "reference": EACH},
     "pcd": {"tau": 0.1, "beta": 0.9},
     "pcgrad": {"key": lambda: key(0)},
+    "protect": {"rule": jd.mean, "primary": [0]},
     "random_weights": {"key": lambda: key(0)},
+    "relobralo": {"key": lambda: key(0), "temperature": 1.0, "alpha": 0.5, "rho": 0.5},
     "scalarized": {"s": lambda: torch.amax},
     "sdmgrad": {"rate": 1.0, "momentum": 0.5, "n_steps": 3, "pull": 0.1, "preference": EACH},
+    "softadapt": {"beta": 0.1, "variant": "normalized"},
     "stateless": {"view": lambda: jd.views.losses, "weigh": lambda: torch.ones_like, "on_host": False},
     "stch": {"mu": 1.0, "weights": EACH, "reference": EACH},
     "tchebycheff": {"weights": EACH, "reference": EACH},
     "total": {},
     "trimmed_mean": {"trim": 0},
+    "unit_sum": {"preference": EACH, "momentum": 0.5},
     "upgrad": {"preference": EACH},
     "uw": {"rate": 0.1},
+    "uw_so": {"temperature": 1.0},
 }
 
 
@@ -113,6 +122,8 @@ def _rule(name: str) -> Call:
 
 RULES = {name: _rule(name) for name in NUMBERS}
 RULES["scalarized"] = RULES["scalarized"]._replace(functions=kinds({"s"}))
+for _name in ("learning_rate_annealing", "protect"):  # which look for their objectives when they are called
+    RULES[_name] = RULES[_name]._replace(names=("aggregate",))
 RULES["stateless"] = RULES["stateless"]._replace(functions=kinds({"view", "weigh"}), names=("aggregate",))
 
 
