@@ -45,6 +45,11 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     """Build the pytree with this structure and these leaves."""
     spec, empty = structure
+    if not torch.compiler.is_compiling() and not isinstance(spec, optree.PyTreeSpec):  # torch.compile has made it
+        raise RuntimeError(
+            f"{here()}: expected a call that torch.compile traces as one graph, found a break, as a checkpoint in "
+            "the losses makes one. Compile with fullgraph=True, which tells the place, or compile the losses alone."
+        )
     if empty is not None:
         rest = iter(leaves)
         leaves = [next(rest) if kind is None else kind() for kind in empty]

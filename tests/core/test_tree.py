@@ -290,3 +290,17 @@ def test_one_value_that_is_not_finite_is_seen(poison, where):
     tree = {"a": [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)], "b": {}}
     assert trees.all_finite(tree) == (poison is None)
     assert trees.all_finite({}) == True  # noqa: E712
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_break_in_the_graph_of_a_step_is_told():
+    from functional_jd import jacobian_fn
+
+    def losses(params, x):
+        torch._dynamo.graph_break()
+        return (x @ params["w"]).square().mean(0) + params["b"]
+
+    params = {"w": torch.ones(3, 2), "b": torch.ones(2)}
+    compiled = torch.compile(lambda params, x: jacobian_fn(losses)(params, x)[1], backend="eager")
+    with pytest.raises(RuntimeError, match="traces as one graph, found a break,"):
+        compiled(params, torch.ones(4, 3))
