@@ -89,9 +89,8 @@ def checked_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> Tree:
         if expected != given:
             raise ValueError(
                 f"{here()}: the losses must return buffers with the shapes and dtypes of those that they "
-                f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}. What gets its "
-                "shape in its first forward pass, such as observers of quantization, needs one before "
-                "dict(module.named_buffers())."
+                f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}. Call a module "
+                "whose first forward pass shapes its buffers once before dict(module.named_buffers())."
             )
     return found
 

@@ -58,14 +58,13 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         `apply` composes with vmap, grad, jvp and compile, as far as the module does.
 
     Differences:
-        After `torch.func.functional_call`, what runs again in the backward pass finds the module's own parameters, so
-        that gradients are silently wrong; buffers that it is given move, and threads must not share its module.
+        After `torch.func.functional_call`, what runs again in the backward pass finds the module's own parameters:
+        gradients are silently wrong. Buffers that it is given move, and threads must not share its module.
 
     Limits:
-        A parameter in a list, a lambda or another object is not replaced: it raises. Read it from the module, or
-        detach it. A forward that writes a parameter raises after the fact, and `train_state` puts the values back.
-        Threads that share several modules must call them in one order. On an accelerator, threads that share a module
-        must run their backward passes one after the other: two at one time raise.
+        A parameter in a list, a lambda or another object is not replaced: it raises. A forward that writes a parameter
+        raises after the fact, and `train_state` puts the values back. Threads that share several modules must call them
+        in one order. On an accelerator, backward passes of threads that share a module must not overlap: they raise.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -128,7 +127,10 @@ class _Applied:
             _refuse_fully_sharded(self.module)
             before = _marks(params.values())
             output = self._called(parts, Call(given, own, {}), inside, args, kwargs)
-            _refuse_changes(parts, params, before)
+            if before != (marks := _marks(params.values())):
+                for name, old, new in zip(params, before, marks, strict=True):
+                    if old != new and name not in parts.recurrent:  # cuDNN moves weights of recurrent layers together
+                        raise changed_parameter(name)
         for place in parts.places:
             if inside[place.path] is not tensors[place.key] and place.key in given:
                 raise ValueError(
@@ -184,14 +186,6 @@ def _refuse_fully_sharded(module: nn.Module) -> None:
                 "gathers parameters of its own, not those that it is given. Call functional before fully_shard, with a "
                 "copy: apply = functional(copy.deepcopy(module))."
             )
-
-
-def _refuse_changes(parts: ModuleParts, params: State, before: list[Any]) -> None:
-    """Raise if forward has changed a parameter. cuDNN may: it moves the weights of recurrent layers together."""
-    if before != (marks := _marks(params.values())):
-        for name, old, new in zip(params, before, marks, strict=True):
-            if old != new and name not in parts.recurrent:
-                raise changed_parameter(name)
 
 
 def _marks(tensors: Any) -> list[Any]:

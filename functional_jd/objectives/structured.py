@@ -23,16 +23,12 @@ _CURE = "Mark what the examples share with None in in_dims, or close over it; le
 
 @dataclass(frozen=True, eq=False)
 class PerExample(Declared):
-    """The function that `per_example` returns. The engines read the loss of one example from it.
-
-    `without_examples` gives the losses of a batch without examples; None: it raises. `name` is that of the loss among
-    losses by name.
-    """
+    """The function that `per_example` returns. The engines read the loss of one example from it."""
 
     loss: Callable[..., Any]
     in_dims: Dims
-    without_examples: Callable[..., Any] | None = None
-    name: str | None = None
+    without_examples: Callable[..., Any] | None = None  # the losses of a batch without examples; None: it raises
+    name: str | None = None  # of the loss among losses by name
 
     def __call__(self, params: Params, *batch: Tree) -> Losses:
         if self.without_examples is not None and not self.count(batch):
@@ -150,13 +146,10 @@ def _join(found: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSets(Declared):
-    """The function that `per_example` returns for losses by name: several sets of examples, each with its own loss.
-
-    `join` makes what the losses return of what those of the sets return, by name.
-    """
+    """The function that `per_example` returns for losses by name: several sets of examples, each with its own loss."""
 
     parts: Mapping[str, PerExample]
-    join: Callable[[dict[str, Any]], Any] = _join
+    join: Callable[[dict[str, Any]], Any] = _join  # makes what the losses return of the results by name
 
     def each(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
         return replace(self, parts={name: part.each(wrap) for name, part in self.parts.items()})
