@@ -27,7 +27,7 @@ SECTIONS = {
 # What a reader looks for first.
 FIRST = ["train_state", "step", "jacobian_fn", "aggregate", "scale_state"]
 # The packages whose names stand under the headings, beside those of the top level.
-ROOMS = ["aggregation", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
+ROOMS = ["aggregation", "aggregators", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
 MODULES = ["random", "distributed", "fronts", "plotting", "testing"]
 
 
@@ -107,16 +107,19 @@ def _introduction(title: str) -> list[str]:
 
 
 def _write_rules(folder: Path, names: list[str], shown: Container[str]) -> None:
-    for name in names:
+    pages = {name: name.rpartition(".")[2] for name in names}
+    for name, page in pages.items():
         picture = _pictures("cone", shown) if name == "upgrad" else ""
-        _page(folder / f"rule_{name}.rst", name, [_entry("functional_jd", name) + picture, *_state(name)])
-    _page(folder / "rules.rst", "Rules", ["One page a rule.\n", _contents([f"rule_{name}" for name in names])])
+        _page(folder / f"rule_{page}.rst", page, [_entry("functional_jd", name) + picture, *_state(name)])
+    _page(folder / "rules.rst", "Rules", ["One page a rule.\n", _contents([f"rule_{page}" for page in pages.values()])])
 
 
 def _state(name: str) -> list[str]:
     """The record of what a rule remembers."""
-    module = import_module(getattr(functional_jd, name).__module__)
-    if module.__name__.rpartition(".")[2] != name:  # what belongs to a rule, such as `famo_after_step`
+    module = import_module(attrgetter(name)(functional_jd).__module__)
+    if (
+        module.__name__.rpartition(".")[2] != name.rpartition(".")[2]
+    ):  # what belongs to a rule, such as `famo_after_step`
         return []
     records = [
         value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__

@@ -39,7 +39,6 @@ from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.imtl_g import imtl_g
 from functional_jd.aggregators.imtl_l import imtl_l
 from functional_jd.aggregators.krum import krum
-from functional_jd.aggregators.learning_rate_annealing import learning_rate_annealing
 from functional_jd.aggregators.levenberg_marquardt import levenberg_marquardt
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.mgda import mgda
@@ -47,16 +46,11 @@ from functional_jd.aggregators.moco import moco
 from functional_jd.aggregators.modo import modo
 from functional_jd.aggregators.nash_mtl import nash_mtl
 from functional_jd.aggregators.natural_gradient import natural_gradient
-from functional_jd.aggregators.normalized import normalized
-from functional_jd.aggregators.ntk_weights import ntk_weights
 from functional_jd.aggregators.pbi import pbi
 from functional_jd.aggregators.pcd import pcd
 from functional_jd.aggregators.pcgrad import pcgrad
-from functional_jd.aggregators.protect import protect
 from functional_jd.aggregators.random_weights import random_weights
-from functional_jd.aggregators.relobralo import relobralo
 from functional_jd.aggregators.sdmgrad import sdmgrad
-from functional_jd.aggregators.softadapt import softadapt
 from functional_jd.aggregators.stch import stch
 from functional_jd.aggregators.tchebycheff import tchebycheff
 from functional_jd.aggregators.total import total
@@ -64,7 +58,6 @@ from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.unit_sum import unit_sum
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
-from functional_jd.aggregators.uw_so import uw_so
 from functional_jd.core.names import objective_names
 from functional_jd.engines.differentiate import cross_gramian_fn, gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
 from functional_jd.objectives import functional, multitask, per_example
@@ -155,7 +148,6 @@ __all__ = [
     "imtl_l",
     "jacobian_fn",
     "krum",
-    "learning_rate_annealing",
     "levenberg_marquardt",
     "line_search",
     "mean",
@@ -166,24 +158,19 @@ __all__ = [
     "nash_mtl",
     "natural_gradient",
     "noised",
-    "normalized",
-    "ntk_weights",
     "objective_names",
     "pbi",
     "pcd",
     "pcgrad",
     "per_example",
     "private",
-    "protect",
     "random",
     "random_weights",
     "regularized",
-    "relobralo",
     "scalarized",
     "scale_state",
     "sdmgrad",
     "sgd",
-    "softadapt",
     "squared_norms_fn",
     "stateless",
     "stch",
@@ -199,7 +186,6 @@ __all__ = [
     "update_scale",
     "upgrad",
     "uw",
-    "uw_so",
     "weigh",
     "weighted_fn",
     "weights_fn",

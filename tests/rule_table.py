@@ -135,7 +135,7 @@ def _mark(entry: Entry, law: Law) -> str:
     if law is weakly_stationary:
         return "weakly" if law in entry.claims else ""
     if law in entry.where:
-        return ", ".join(f"`{name}` {within}" for name, within in entry.where[law].items())
+        return ", ".join(f"`{name}` {low:g} to {high:g}" for name, (low, high) in entry.where[law].items())
     return "✓" if law in entry.claims else ""
 
 

@@ -34,7 +34,7 @@ def import_one(info):
 
 EXAMPLES = dict(examples())
 # The packages that examples name: `from functional_jd import *` and these.
-ROOMS = ["aggregation", "diagnostics", "fronts", "objectives", "precision", "views"]
+ROOMS = ["aggregation", "aggregators", "diagnostics", "fronts", "objectives", "precision", "views"]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 

@@ -18,7 +18,7 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
 CODE_LINES = 14_480  # goal 12,500
 LINES = 24_730  # goal 22,000
-FILES = 187  # goal 190
+FILES = 190
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 19  # goal 18

@@ -22,7 +22,7 @@ ROWS = [
     ["testing", "plotting", "__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
-# Rules never import one another.
+# Rules never import one another; their table of contents does.
 APART = {"aggregators"}
 
 VIEWS = {name for name, value in vars(views).items() if isinstance(value, views.View)}
@@ -69,7 +69,7 @@ def test_a_package_imports_only_from_rows_above_its_own():
             theirs = rest.split(".")[0] or "__init__"
             if top != "functional_jd" or theirs not in ROW:
                 continue  # a name that `__init__` exports is checked as `functional_jd` itself
-            inside = mine == theirs and mine not in APART
+            inside = mine == theirs and (mine not in APART or path.stem == "__init__")
             if not (ROW[theirs] < ROW[mine] or inside):
                 found.append(f"{path} (row {ROW[mine]}) imports {module} (row {ROW[theirs]})")
     assert not found, "\n".join(found)

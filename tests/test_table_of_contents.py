@@ -9,7 +9,7 @@ import pytest
 
 import functional_jd
 
-PACKAGES = ["aggregation", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
+PACKAGES = ["aggregation", "aggregators", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
 
 LATER = """
 import sys
@@ -36,7 +36,7 @@ else:
 
 
 def test_the_table_of_contents_is_short():
-    assert len(functional_jd.__all__) <= 100
+    assert len(functional_jd.__all__) <= 90
     assert len(set(functional_jd.__all__)) == len(functional_jd.__all__)
 
 

@@ -34,14 +34,12 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         A rule that needs the Gramian and the losses. Weights are a vertex of a polytope, so that they jump.
 
     Guarantees:
-        The weights stay the same when the Jacobian is scaled. Negative losses give NaN weights; losses that are all
-        zero are in proportion. It may conflict with losses that are small enough. If the search does not end, weights
-        are NaN.
+        The weights stay the same when the Jacobian is scaled. Negative losses give NaN weights, as does a search that
+        does not end. Losses that are all zero are in proportion. It may conflict with losses that are small enough.
 
     Source:
-        Mahapatra & Rajan, ICML 2020, algorithm 1; the programs are those of the authors' code. If no weights meet the
-        last constraint of the second program, the authors' code fails; here they miss it by the least amount. That code
-        multiplies the weights by m.
+        Mahapatra & Rajan, ICML 2020, algorithm 1, with the programs of the authors' code, which multiplies the weights
+        by m, and fails if none meet the last constraint of the second program; here they miss it by the least amount.
     """
     u = per_objective("preference", preference, POSITIVE)
     tolerance = number("tolerance", tolerance, NOT_NEGATIVE, "The default is 1e-4.")

@@ -10,9 +10,7 @@ from functional_jd.aggregation.views import losses as losses_view
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, check_type, number
 from functional_jd.core.safe import sqrt_or_zero
 
-_BETAS = (0.9, 0.999)
-# Adam's epsilon; gradients are dimensionless here, of the order of relative changes of the losses.
-_EPSILON = 1e-8
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam
 
 
 class FamoState(NamedTuple):
@@ -43,12 +41,12 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
 
     Guarantees:
         The logits are updated at the beginning of the next call. Pass the losses after the step, on the same batch, to
-        `famo_after_step`, as the paper does. Without it the losses of the next call are used: noisier, as from another
-        batch, but without a further forward pass. Invariant to the unit of the losses. Losses must be positive.
+        `famo_after_step`, as the paper does. Without it the losses of the next call are used, which are noisier.
+        Invariant to the unit of the losses. Losses must be positive.
 
     Source:
-        Liu, Feng, Stone & Liu, NeurIPS 2023, arXiv 2306.03792, algorithm 1; the authors' code for Adam. No 1e-8 is
-        added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the authors' code has 1e-5.
+        Liu, Feng, Stone & Liu, NeurIPS 2023, arXiv 2306.03792, algorithm 1; the authors' code for Adam, with a decay of
+        1e-5. No 1e-8 is added to the losses.
 
     Example:
         >>> losses = lambda params: (params - torch.tensor([1.0, -1.0])).square()

@@ -21,9 +21,8 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
             has a row of zeros there, which stops `mgda` and `cagrad`: `train_state` warns of it.
 
     Returns:
-        A rule with the costs of its rules together: one backward pass for groups whose rules need no gradients and are
-        one rule, inner products by group, or rows, which groups inside a group have always. Its weights and its state
-        are dicts of those of the groups.
+        A rule with the costs of its rules together: one backward pass for groups of one rule that needs no gradients,
+        inner products by group, or rows, as for groups inside a group. Weights and state are dicts by groups.
 
     Guarantees:
         The direction of one group does not depend on the others' rows. The laws of the rules hold group by group.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, cross_gramian
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
-from functional_jd.solvers.simplex import simplex_projection
+from functional_jd.solvers.linear_program import simplex_projection
 
 
 class ModoState(NamedTuple):

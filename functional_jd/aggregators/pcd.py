@@ -16,9 +16,9 @@ _COMPATIBLE, _VANISHING = 1e-9, 1e-12
 
 
 class PcdState(NamedTuple):
-    """The state of PCD: `squares` float64 `[m]`: running mean of the squared norms of the rows, up to a factor."""
+    """The state of PCD."""
 
-    squares: Tensor
+    squares: Tensor  # float64 `[m]`: running mean of the squared norms of the rows, up to a factor
 
 
 def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = "host") -> Aggregator:
@@ -41,13 +41,11 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         The direction has the norm of the first row; it is that row if that satisfies all constraints. Scaling another
         row, in all calls, has no effect. Incompatible shares (opposite rows, `tau > 0`) are all dropped, which gives
         the first row: if the shortest direction with them is 3e4 times as long as the largest. A first row of zeros, or
-        one that the others cancel to a part r = 1e-6 of the sum of all weighted norms, gives zero; the length of the
-        rest is accurate to 1e-16 / r^2.
+        one that the others cancel to 1e-6 of the sum of all weighted norms, gives zero.
 
     Source:
         Varam & AlHajri, arXiv 2606.29521: definitions 4.1 and 4.5, theorem 4.2, algorithm 1. No 1e-8 under the root.
-        One complementarity problem replaces the enumeration of working sets; another decides whether shares are
-        compatible: whether r can be positive in the cone `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
+        One complementarity problem replaces the enumeration of working sets; another decides whether shares fit.
     """
     shares_of, given = _shares(tau)
     beta = number("beta", beta, BELOW_1, "The default is 0.999.")

@@ -19,8 +19,7 @@ def protect(rule: Aggregator, primary: str | int | Sequence[str | int], *, solve
     objectives: for unlearning, safety and continual learning.
 
     Args:
-        rule: a rule with one weight per row. `constant([1.0, 0.0])` minimises the first loss only, and may protect the
-            other.
+        rule: a rule with one weight per row. `constant([1.0, 0.0])` minimises the first of two losses only.
         primary: the losses that must not rise, by name, as `objective_names` gives them, or by index; one or a list.
         solver: `"host"` or `"device"`.
 
@@ -33,8 +32,7 @@ def protect(rule: Aggregator, primary: str | int | Sequence[str | int], *, solve
         losses are primary, `protect(constant(u), ...)` is `dualproj(u)`.
 
     Source:
-        Wang et al., GRU, ICML 2025, arXiv 2503.09117, for one loss; Lopez-Paz & Ranzato, NeurIPS 2017, equation 11, for
-        several.
+        Wang et al., GRU, ICML 2025, arXiv 2503.09117, for one loss; Lopez-Paz & Ranzato, NeurIPS 2017, equation 11.
 
     Example:
         >>> rule = protect(total(), 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation import Aggregator, Numbers, Solver, cross_gramian, preferences, runs_on_host
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, check_integer, number
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
-from functional_jd.solvers.simplex import simplex_projection
+from functional_jd.solvers.linear_program import simplex_projection
 
 
 class SdmgradState(NamedTuple):

@@ -1,9 +1,7 @@
 """Several processes, each with its own batch, do what one would do with all of it: with replicas, or with shards."""
 
-from functional_jd.distributed.drift import check_replicas
-from functional_jd.distributed.leave import leave
+from functional_jd.distributed.ranks import check_replicas, leave, weighted_by_examples
 from functional_jd.distributed.sharded import sharded
-from functional_jd.distributed.uneven import weighted_by_examples
 from functional_jd.engines.replicas import agree, mean_jacobian, replicate, replicated
 
 __all__ = [

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
-from functional_jd.core.agreement import function_names
+from functional_jd.core.agreement import checksums, function_names
 from functional_jd.core.arguments import check_flag, check_mapping, check_type, dtype_or_type, here
-from functional_jd.core.checksum import checksums
 from functional_jd.core.sharding import gathered_leaf, laid_out_as
 from functional_jd.core.tree import Position, check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.optimizers.base import Optimizer

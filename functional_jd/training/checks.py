@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from functional_jd.core.agreement import check_alike, description
+from functional_jd.core.agreement import check_alike, checksums, description
 from functional_jd.core.arguments import here, refuse
-from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 
 import functional_jd as jd
+from functional_jd import aggregators
 
 CALLS = np.array([[1.0, 2.0, 8.0], [1.5, 1.8, 4.0], [0.5, 2.0, 1.0], [0.4, 1.0, 2.0]])
 KEY = jd.random.key(0)
@@ -30,13 +31,15 @@ def test_softadapt_is_the_softmax_of_the_change(variant):
     expected = softmax(0.1 * change, axis=1)
     if variant == "loss_weighted":
         expected = expected * CALLS / (expected * CALLS).sum(1, keepdims=True)
-    np.testing.assert_allclose(weights_of(jd.softadapt(0.1, variant)), expected, rtol=1e-12)
+    np.testing.assert_allclose(weights_of(aggregators.softadapt(0.1, variant)), expected, rtol=1e-12)
 
 
 @given(st.floats(-100.0, 100.0), st.floats(0.01, 100.0))
 def test_softadapt_ignores_a_constant_and_normalized_a_unit(constant, unit):
-    np.testing.assert_allclose(weights_of(jd.softadapt(), CALLS + constant), weights_of(jd.softadapt()), rtol=1e-9)
-    rule = jd.softadapt(2.0, "normalized")
+    np.testing.assert_allclose(
+        weights_of(aggregators.softadapt(), CALLS + constant), weights_of(aggregators.softadapt()), rtol=1e-9
+    )
+    rule = aggregators.softadapt(2.0, "normalized")
     np.testing.assert_allclose(weights_of(rule, CALLS * unit), weights_of(rule), rtol=1e-9)
 
 
@@ -48,18 +51,18 @@ def test_relobralo_compares_with_the_last_and_the_first_call(rho):
         history = rho * weights + (1 - rho) * since(CALLS[0])
         weights = 0.9 * history + 0.1 * since(last)
         expected.append(weights)
-    np.testing.assert_allclose(weights_of(jd.relobralo(KEY, 0.5, 0.9, rho)), expected, rtol=1e-12)
+    np.testing.assert_allclose(weights_of(aggregators.relobralo(KEY, 0.5, 0.9, rho)), expected, rtol=1e-12)
 
 
 def test_relobralo_looks_back_as_often_as_it_should():
     calls = np.tile([[1.0, 2.0], [2.0, 1.0]], (200, 1))
-    stays = np.isclose(np.diff(weights_of(jd.relobralo(KEY, 1.0, 1.0, 0.75), calls), axis=0), 0).all(1)
+    stays = np.isclose(np.diff(weights_of(aggregators.relobralo(KEY, 1.0, 1.0, 0.75), calls), axis=0), 0).all(1)
     assert 0.65 < stays.mean() < 0.9  # some looks back find the same weights
 
 
 @given(st.floats(0.01, 100.0))
 def test_relobralo_ignores_the_unit_of_a_loss(unit):
-    rule = jd.relobralo(KEY, 0.5, 0.9, 0.5)
+    rule = aggregators.relobralo(KEY, 0.5, 0.9, 0.5)
     np.testing.assert_allclose(weights_of(rule, CALLS * [1.0, unit, 1.0]), weights_of(rule), rtol=1e-9)
 
 
@@ -83,9 +86,9 @@ def test_ntk_weights_are_ratios_of_traces_of_the_kernel():
         return sum(scale.detach() * found[name].square().mean() / 2 for name, scale in scales.items())
 
     expected = torch.func.grad(weighted)(PARAMS)
-    found = jd.aggregate(jd.ntk_weights(), J, losses=r)
+    found = jd.aggregate(aggregators.ntk_weights(), J, losses=r)
     torch.testing.assert_close(found.direction, expected)
-    method = {"losses": residuals, "aggregator": jd.ntk_weights(), "optimizer": jd.sgd(1.0)}
+    method = {"losses": residuals, "aggregator": aggregators.ntk_weights(), "optimizer": jd.sgd(1.0)}
     state, info = jd.step(jd.train_state(PARAMS, *BATCH, **method), *BATCH, **method)
     torch.testing.assert_close(info.weights, found.weights)
     torch.testing.assert_close({k: PARAMS[k] - state.params[k] for k in PARAMS}, expected)
@@ -97,7 +100,7 @@ def test_ntk_weights_ignore_the_unit_of_a_term_up_to_a_common_factor(unit):
         found = residuals(w, *batch)
         return found | {"boundary": unit * found["boundary"]}
 
-    first, second = (jd.weights_fn(f, jd.ntk_weights())(PARAMS, *BATCH).weights for f in (residuals, scaled))
+    first, second = (jd.weights_fn(f, aggregators.ntk_weights())(PARAMS, *BATCH).weights for f in (residuals, scaled))
     # A residual has its unit, and a kernel the square: their product by the kernel of all is the same.
     ratio = (second[:2] * unit) / first[:2] / (second[2:] / first[2:])[:1]
     torch.testing.assert_close(ratio, torch.ones(2, dtype=torch.float64))
@@ -106,7 +109,7 @@ def test_ntk_weights_ignore_the_unit_of_a_term_up_to_a_common_factor(unit):
 def test_annealing_is_the_ratio_of_the_largest_to_the_mean_entry():
     rows = torch.tensor([[4.0, -8.0, 0.0], [1.0, 1.0, -1.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
     split = {"a": rows[:, :1], "b": rows[:, 1:]}
-    rule, state, weights = jd.learning_rate_annealing(), None, np.ones(3)
+    rule, state, weights = aggregators.learning_rate_annealing(), None, np.ones(3)
     for call in range(4):
         factor = 0.5**call
         found = jd.aggregate(rule, {k: factor * v if k == "a" else v for k, v in split.items()}, state)
@@ -121,8 +124,8 @@ def test_annealing_is_the_ratio_of_the_largest_to_the_mean_entry():
 def test_annealing_without_memory_ignores_the_unit_of_all_but_the_primary_loss(primary, exponent):
     rows = torch.tensor([[4.0, -8.0, 0.0], [1.0, 1.0, -1.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
     unit = torch.tensor([1.0 if i == primary else 2.0**exponent for i in range(3)], dtype=torch.float64)
-    rule = jd.learning_rate_annealing(primary, 0.0)
+    rule = aggregators.learning_rate_annealing(primary, 0.0)
     expected = jd.aggregate(rule, rows).direction
     torch.testing.assert_close(jd.aggregate(rule, unit[:, None] * rows).direction, expected)
-    by_name = jd.aggregate(jd.learning_rate_annealing("b", 0.0), rows, losses=dict.fromkeys("abc", rows[0, 0]))
+    by_name = jd.aggregate(aggregators.learning_rate_annealing("b", 0.0), rows, losses=dict.fromkeys("abc", rows[0, 0]))
     assert by_name.weights[1] == 1

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_jd as jd
+from functional_jd import aggregators
 
 ROWS = torch.tensor([[3.0, 4.0, 0.0], [0.0, -2.0, 1.0], [100.0, 1.0, -1.0]], dtype=torch.float64)
 LOSSES = torch.tensor([0.5, 4.0, 100.0], dtype=torch.float64)
@@ -54,7 +55,7 @@ SIZES = {"norm": ROWS.norm(dim=1), "loss": LOSSES, "both": ROWS.norm(dim=1) * LO
 @pytest.mark.parametrize("by", SIZES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_normalized_rule_receives_the_divided_rows(rule, by):
-    found = jd.aggregate(jd.normalized(rule, by), ROWS, losses=LOSSES)
+    found = jd.aggregate(aggregators.normalized(rule, by), ROWS, losses=LOSSES)
     expected = jd.aggregate(rule, ROWS / SIZES[by][:, None], losses=LOSSES)
     torch.testing.assert_close(found.direction, expected.direction)
     torch.testing.assert_close(found.weights, expected.weights / SIZES[by])
@@ -65,7 +66,7 @@ def test_a_normalized_rule_receives_the_divided_rows(rule, by):
 def test_in_a_step_the_engine_gives_it_the_same(rule, by):
     losses = lambda w: (torch.tensor([[1.0, 2.0], [-3.0, 0.5], [0.1, 9.0]], dtype=w.dtype) @ w - 1).square()
     start = torch.tensor([0.3, 0.2], dtype=torch.float64)
-    how = {"losses": losses, "aggregator": jd.normalized(rule, by), "optimizer": jd.sgd(1.0)}
+    how = {"losses": losses, "aggregator": aggregators.normalized(rule, by), "optimizer": jd.sgd(1.0)}
     if rule.view.products == "rows":
         with pytest.raises(ValueError, match="rule must have one weight per row"):
             jd.step(jd.train_state(start, **how), **how)
@@ -80,39 +81,41 @@ def test_in_a_step_the_engine_gives_it_the_same(rule, by):
 @given(st.sampled_from(["norm", "loss", "both"]), st.integers(-20, 20))
 def test_a_normalized_rule_ignores_the_unit_of_a_loss(by, exponent):
     c = torch.tensor([1.0, 2.0**exponent, 1.0], dtype=torch.float64)
-    rule = jd.normalized(jd.mgda(), by)
+    rule = aggregators.normalized(jd.mgda(), by)
     expected = jd.aggregate(rule, ROWS, losses=LOSSES).direction
     found = jd.aggregate(rule, c[:, None] * ROWS, losses=c * LOSSES).direction
     if by == "both":  # which divides by the unit twice
         found, expected = (
-            jd.aggregate(jd.normalized(jd.normalized(jd.mgda()), by), c[:, None] * ROWS, losses=LOSSES).direction,
-            jd.aggregate(jd.normalized(jd.normalized(jd.mgda()), by), ROWS, losses=LOSSES).direction,
+            jd.aggregate(
+                aggregators.normalized(aggregators.normalized(jd.mgda()), by), c[:, None] * ROWS, losses=LOSSES
+            ).direction,
+            jd.aggregate(aggregators.normalized(aggregators.normalized(jd.mgda()), by), ROWS, losses=LOSSES).direction,
         )
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_normalized_composes():
-    both = jd.normalized(jd.cr_mogm(jd.normalized(jd.mgda(), "loss")), "norm")
+    both = aggregators.normalized(jd.cr_mogm(aggregators.normalized(jd.mgda(), "loss")), "norm")
     fresh, repeated = jd.held(both)
     found = jd.aggregate(fresh, ROWS, losses=LOSSES)
     again = jd.aggregate(repeated, ROWS, found.state, losses=LOSSES)
     assert torch.equal(found.weights, again.weights)
-    grouped = jd.grouped({"a": jd.normalized(jd.mgda()), "b": jd.mean()})
+    grouped = jd.grouped({"a": aggregators.normalized(jd.mgda()), "b": jd.mean()})
     assert jd.aggregate(grouped, {"a": ROWS, "b": ROWS}).direction["a"].isfinite().all()
     with pytest.raises(ValueError, match=r"^normalized: rule must be for all parameters, found a rule by groups"):
-        jd.normalized(grouped)
-    assert jd.aggregate(jd.normalized(jd.mgda(), "loss"), ROWS, losses=-LOSSES).direction.isnan().all()
+        aggregators.normalized(grouped)
+    assert jd.aggregate(aggregators.normalized(jd.mgda(), "loss"), ROWS, losses=-LOSSES).direction.isnan().all()
 
 
 def test_uw_so_is_the_softmax_of_inverse_losses():
-    found = jd.aggregate(jd.uw_so(1.0), torch.eye(2), losses=torch.tensor([1.0, 2.0])).weights
+    found = jd.aggregate(aggregators.uw_so(1.0), torch.eye(2), losses=torch.tensor([1.0, 2.0])).weights
     expected = math.exp(1) / (math.exp(1) + math.exp(0.5))
     torch.testing.assert_close(found, torch.tensor([expected, 1 - expected], dtype=torch.float64))
 
 
 @given(st.floats(0.01, 100.0), st.floats(0.1, 10.0))
 def test_uw_so_needs_another_temperature_in_another_unit(unit, temperature):
-    weights = jd.aggregate(jd.uw_so(temperature), ROWS, losses=LOSSES).weights
-    again = jd.aggregate(jd.uw_so(temperature / unit), ROWS, losses=unit * LOSSES).weights
+    weights = jd.aggregate(aggregators.uw_so(temperature), ROWS, losses=LOSSES).weights
+    again = jd.aggregate(aggregators.uw_so(temperature / unit), ROWS, losses=unit * LOSSES).weights
     torch.testing.assert_close(weights, again)
     assert (weights.diff() <= 0).all()  # the losses ascend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from functional_jd.core.checksum import checksums
+from functional_jd.core.agreement import checksums
 
 WIDTHS = {torch.uint8: 8, torch.bool: 8, torch.bfloat16: 16, torch.float32: 32, torch.float64: 64, torch.int64: 64}
 

@@ -14,7 +14,7 @@ from zoo import MODELS, by_example, plain, tasks
 
 import functional_jd as jd
 from functional_jd import views
-from functional_jd.solvers.simplex import simplex_projection
+from functional_jd.solvers.linear_program import simplex_projection
 
 KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
 
@@ -265,7 +265,7 @@ def two_steps(kind, rule, scale, device=None):
 @pytest.mark.parametrize("name", RULES_WITHOUT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_without_float64_is_that_of_the_cpu(kind, name, scale):
-    rule = BUILT.get(name, getattr(jd, name))
+    rule = BUILT.get(name) or getattr(jd, name)
     scale = (3 if kind == "tasks" else 4,) if scale == "each" else scale
     expected, expected_info = two_steps(kind, rule, scale)
     with simulated(float64=False) as device:

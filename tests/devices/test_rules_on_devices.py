@@ -8,11 +8,10 @@ from inspect import signature
 import pytest
 import torch
 from bounds import check_same, check_stable
-from rule_table import RULES, rule_of
+from rule_table import RULES, builder, rule_of
 from simulated import TooManyLaunchesError, simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
-import functional_jd
 from functional_jd import aggregate, constant, cosmos, epo, pbi, random
 from functional_jd.aggregation.aggregate import start
 
@@ -140,7 +139,7 @@ MOST = {"upgrad": 32, "epo": 32, "cagrad": 5}
 
 
 def solved(name, m, solver, J, K, losses):
-    rule = getattr(functional_jd, name)(*SOLVERS[name](m), solver=solver)
+    rule = builder(name)(*SOLVERS[name](m), solver=solver)
     return aggregate(rule, J, start(rule, J, K, losses=losses), K, losses=losses).direction
 
 
@@ -170,7 +169,7 @@ def test_a_rule_that_is_solved_on_the_device_copies_nothing_to_the_host(name):
 
 
 def test_every_rule_with_a_solver_is_solved_on_the_device():
-    named = {name for name in RULES if "solver" in signature(getattr(functional_jd, name)).parameters}
+    named = {name for name in RULES if "solver" in signature(builder(name)).parameters}
     assert named == SOLVERS.keys()
 
 

@@ -106,12 +106,16 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
+def _named(name: str) -> Any:
+    return getattr(jd.aggregators if name in jd.aggregators.__all__ else jd, name)
+
+
 def _rule(name: str) -> Call:
     """A rule is built, started, and takes two steps."""
-    hyper = NUMBERS[name] | ({"solver": "host"} if "solver" in inspect.signature(getattr(jd, name)).parameters else {})
+    hyper = NUMBERS[name] | ({"solver": "host"} if "solver" in inspect.signature(_named(name)).parameters else {})
 
     def use(**hyper: Any) -> Any:
-        rule, J = getattr(jd, name)(**hyper), three_rows()
+        rule, J = _named(name)(**hyper), three_rows()
         rule = rule[0] if name == "held" else rule
         first = jd.aggregate(rule, J, None, J, losses=J["b"])
         return jd.aggregate(rule, J, first.state, J, losses=J["b"])

@@ -28,7 +28,17 @@ from torch.utils._pytree import tree_leaves
 import functional_jd
 
 # A name is called where it stands first: at the top level, or in the package that it belongs to.
-PLACES = ["", ".aggregation", ".diagnostics", ".engines", ".objectives", ".optimizers", ".precision", ".views"]
+PLACES = [
+    "",
+    ".aggregation",
+    ".aggregators",
+    ".diagnostics",
+    ".engines",
+    ".objectives",
+    ".optimizers",
+    ".precision",
+    ".views",
+]
 LISTED = {f"functional_jd{place}": importlib.import_module(f"functional_jd{place}").__all__ for place in PLACES}
 TABLE = {**RULES, **AGGREGATION, **OPTIMIZERS, **PRECISION, **OBJECTIVES, **ENGINES, **SEARCHES, **TRAINING}
 

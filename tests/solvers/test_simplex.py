@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from functional_jd.solvers.simplex import simplex_projection
+from functional_jd.solvers.linear_program import simplex_projection
 
 points = hnp.arrays(np.float64, st.integers(1, 8), elements=st.integers(-12, 12).map(lambda n: n / 4)).map(
     torch.from_numpy
