@@ -1,7 +1,7 @@
 """Diagnostics: conflicts between the objectives, and the distance to Pareto stationarity."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -152,6 +152,7 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
         row_count(rows)
         return gramian_of(rows), value, torch.finfo(torch.float64).eps
     row_count(value)
+    value = cast(Tensor, value)
     G = value.double()
     norms = G.detach().diagonal().clamp(min=0).sqrt()
     bound = norms.unsqueeze(1) * norms
