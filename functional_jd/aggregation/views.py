@@ -153,8 +153,8 @@ def places_of(chosen: Sequence[str | int], seen: Observation) -> Tensor:
     known = {**dict(zip(names, range(len(zeros)), strict=False)), **{i: i for i in range(len(zeros))}}
     if missing := [each for each in chosen if each not in known]:
         raise ValueError(
-            f"{here()}: primary must be indices below {len(zeros)} or names in {names}, found {described(missing[0])}. "
-            "Take names that objective_names(losses) returns, and pass losses to aggregate."
+            f"{here()}: primary must be indices below {len(zeros)} or names of {names[:5]}, found "
+            f"{described(missing[0])}. Take names that objective_names(losses) returns, and pass losses to aggregate."
         )
     index = torch.arange(len(zeros), device=zeros.device)
     return torch.stack([index == known[each] for each in chosen]).any(0)

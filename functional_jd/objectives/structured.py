@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_function, check_mapping, described, refuse
+from functional_jd.core.arguments import check_function, check_mapping, described, here, refuse
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
@@ -270,6 +270,12 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
 def stacked(trees: Sequence[Tree]) -> Tree:
     """Stack pytrees of the same structure, one per row, leaf by leaf."""
+    for leaf in tree_leaves(trees[0]):
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{here()}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
+                "out, or return torch.as_tensor(...) of numbers."
+            )
     with autocast_disabled():  # under native autocast, torch.stack refuses some dtypes
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 

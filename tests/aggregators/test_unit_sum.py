@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from bounds import eps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_no_unit_of_a_loss_matters_and_the_length_is_bounded(units):
     expected = jd.aggregate(jd.unit_sum([1.0, 2.0, 0.0]), ROWS).direction
     found = jd.aggregate(jd.unit_sum([1.0, 2.0, 0.0]), torch.tensor(units, dtype=torch.float64)[:, None] * ROWS)
     torch.testing.assert_close(found.direction, expected)
-    assert found.direction.norm() <= 3 * (1 + 1e-12)
+    assert found.direction.norm() <= 3 * (1 + 2**12 * eps())
 
 
 def test_a_row_of_zeros_has_no_weight_and_vanishes_slowly_with_momentum():
@@ -45,7 +46,7 @@ def test_a_row_of_zeros_has_no_weight_and_vanishes_slowly_with_momentum():
     assert jd.aggregate(jd.unit_sum(), rows).weights[1] == 0
     rule = jd.unit_sum(momentum=0.9)
     small = jd.aggregate(rule, ROWS * torch.tensor([[1.0], [1e-3], [1.0]]), jd.aggregate(rule, ROWS).state)
-    assert (small.weights[1] * ROWS[1] * 1e-3).norm() < 1e-3  # which without momentum is 1 / 3
+    assert 100 * (small.weights[1] * ROWS[1] * 1e-3).norm() < 1 / 3  # which it is without momentum
 
 
 RULES = [jd.mgda(), jd.cagrad(0.5), jd.upgrad(), jd.config(), jd.mean(), jd.nash_mtl(), jd.clipped(2.0), jd.stch()]
@@ -91,7 +92,7 @@ def test_a_normalized_rule_ignores_the_unit_of_a_loss(by, exponent):
             ).direction,
             jd.aggregate(aggregators.normalized(aggregators.normalized(jd.mgda()), by), ROWS, losses=LOSSES).direction,
         )
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=2**22 * eps(), atol=2**22 * eps())
 
 
 def test_normalized_composes():

@@ -12,7 +12,7 @@ from rule_table import RULES, builder, rule_of
 from simulated import TooManyLaunchesError, simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
-from functional_jd import aggregate, constant, cosmos, epo, pbi, random
+from functional_jd import aggregate, constant, cosmos, epo, mean, pbi, random
 from functional_jd.aggregation.aggregate import start
 
 # Small dense problems take one round trip to the host, or at most 40 launches; the rest is of the rows.
@@ -130,6 +130,7 @@ SOLVERS = {
     "gradvac": lambda m: (random.key(0),),
     "sdmgrad": lambda m: (),
     "pcd": lambda m: (),
+    "protect": lambda m: (mean(), [0, m - 1]),
 }
 """What else rules take that may be solved on the device."""
 

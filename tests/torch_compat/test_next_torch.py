@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from bounds import eps
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -286,7 +285,7 @@ def test_a_feature_says_which_name_it_needs(found, name):
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_takes_the_place_of_a_name_gives_the_same_numbers(found, name):
     expected = found[REPLACED[name].__name__][1]
-    assert found[name][1] == pytest.approx(expected, rel=16 * eps(torch.float32))
+    assert found[name][1] == pytest.approx(expected, rel=16 * torch.finfo(torch.float32).eps)
 
 
 def test_every_private_name_is_taken_away():

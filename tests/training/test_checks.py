@@ -199,7 +199,7 @@ def test_buffers_that_grow_are_refused_with_the_cure():
     losses = returned(net)
     params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
     state = begin(losses, params, buffers=buffers)
-    with pytest.raises(ValueError, match=r"'1\.most', expected torch.float32 \[0\]\. What gets its shape in its first"):
+    with pytest.raises(ValueError, match=r"'1\.most', expected torch.float32 \[0\]\. Call a module whose first"):
         fj.step(state, X, Y, losses=losses, **METHOD)
     net(X)
     state = begin(losses, params, buffers=dict(net.named_buffers()))

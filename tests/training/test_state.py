@@ -217,7 +217,7 @@ NET = nn.Linear(3, 2)
         (NET, r"found Linear in 'value'.*dict\(module.named_parameters"),
         (NET.parameters(), r"found generator in 'value'.*dict\(module.named_parameters"),
         (list(NET.named_parameters()), r"found str in '0.0'.*dict\(module.named_parameters"),
-        (nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), r"found ParameterDict.*dict\(parameters"),
+        (nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), r"found ParameterDict.*dict\(module.named_parameters"),
         ({"w": torch.ones(2, dtype=torch.complex64)}, "found torch.complex64 in 'w'.*view_as_real"),
         ({"w": torch.ones(2, dtype=torch.int64)}, "found torch.int64 in 'w'.*further arguments"),
     ],

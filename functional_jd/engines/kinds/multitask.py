@@ -153,15 +153,16 @@ def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullba
     take the scale of each loss, one loss after the other, and show which overflow. The trunk takes one pass at a common
     scale, whose overflow has no owner.
     """
-    scales, sums, rows = _parted(point, plan)
+    scales, sums, rows = _parted(point, plan, masked=needed == "gramian")  # what has magnitudes tells by itself
     heads, (shared, structure) = _heads(point, sums, plan), point.shared
     reached, found_structure = tree_flatten([row for row in rows if row is not None])
-    wide, by_row = scales.to(widest(scales.device)), needed != "gramian"
-    products, pull = torch.zeros_like(wide if by_row else wide.diag()), lambda _: []
+    by_row, wide = needed != "gramian", widest(scales.device)
     if reached:
         products, pull = products_of_rows(reached, found_structure, needed)
+    else:
+        products, pull = torch.zeros_like(scales if by_row else scales.diag(), dtype=wide), lambda _: []
     if not by_row and plan.scale is not None:
-        products = products / wide[:, None] / wide
+        products = products / scales.to(wide)[:, None] / scales.to(wide)
     rows_finite = finite_rows(products, 0 if plan.scale is None else plan.scale.ndim)
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
@@ -230,9 +231,10 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
             )
 
 
-def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
+def _parted(point: _Point, plan: Plan, *, masked: bool = True) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature. With a scale each,
-    the heads' is divided by them, and a loss for which it is not finite has NaN as rows, and is left out of the sum.
+    the heads' is divided by them, and a loss for which it is not finite has NaN as rows; `masked`: it is left out of
+    the sum.
     """
     above, n_heads = point.heads, len(point.own[0])
     factors = row_scales(plan, element_count(above.outputs), above.outputs[0])
@@ -260,7 +262,7 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
         largest = None
         if each:
             blames = any(z is not None for row in features for z in row)
-            mine, largest = _without_scales(mine, factors, blames=blames)
+            mine, largest = _without_scales(mine, factors, blames=blames, masked=masked)
         sums: Rows = [None] * n_heads
         for own in mine:
             for index, g in enumerate(own):
@@ -278,10 +280,12 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
         return factors, *by_mode(mode, together, one_by_one, plan)
 
 
-def _without_scales(gradients: list[Rows], factors: Tensor, *, blames: bool) -> tuple[list[Rows], Tensor | None]:
+def _without_scales(
+    gradients: list[Rows], factors: Tensor, *, blames: bool, masked: bool
+) -> tuple[list[Rows], Tensor | None]:
     """The gradients of the heads, loss by loss, divided by their scales `[m]`, in as few launches for many losses as
-    for one. With `blames` the magnitudes, and zeros for a loss whose gradient is not finite, which the sum could not
-    tell.
+    for one. With `blames` the magnitudes, and `masked` zeros for a loss whose gradient is not finite, which the sum
+    could not tell.
     """
     found = [at_least_float32(g) for row in gradients for g in row if g is not None]
     if not found:
@@ -297,7 +301,7 @@ def _without_scales(gradients: list[Rows], factors: Tensor, *, blames: bool) -> 
     largest = None
     if blames:
         largest = magnitudes(joined) if alike else torch.cat([magnitudes(own[None]) for own in joined.split(sizes)])
-        joined = torch.where(by_element(largest < torch.inf), joined, 0)
+        joined = torch.where(by_element(largest < torch.inf), joined, 0) if masked else joined
     parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
     rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
     return [[None if g is None else next(rest) for g in row] for row in gradients], largest
