@@ -16,27 +16,27 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 14_480  # goal 12,500
-LINES = 24_730  # goal 22,000
+CODE_LINES = 14_140  # goal 12,500
+LINES = 23_960  # goal 22,000
 FILES = 190
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
-CHAIN = 19  # goal 18
+CHAIN = 18
 ROOMS = {
-    ("core",): 1_855,  # goal 1,300
-    ("torch_compat",): 1_575,  # goal 1,200
-    ("random",): 850,  # goal 800
-    ("solvers",): 1_400,
-    ("precision",): 1_130,
-    ("objectives",): 1_210,  # goal 1,000
+    ("core",): 1_800,  # goal 1,300
+    ("torch_compat",): 1_570,  # goal 1,200
+    ("random",): 830,  # goal 800
+    ("solvers",): 1_370,
+    ("precision",): 1_080,
+    ("objectives",): 1_200,  # goal 1,000
     ("aggregation", "aggregators"): 4_320,
-    ("optimizers",): 1_262,  # goal 1,200
-    ("engines",): 3_935,  # goal 3,700
-    ("training",): 2_685,  # goal 2,000
-    ("distributed",): 450,
+    ("optimizers",): 1_230,  # goal 1,200
+    ("engines",): 3_805,  # goal 3,700
+    ("training",): 2_655,  # goal 2,000
+    ("distributed",): 240,
     ("diagnostics", "fronts"): 1_307,  # goal 1,200
-    ("testing",): 1_400,
-    ("plotting", "__main__.py"): 1_335,
+    ("testing",): 1_285,
+    ("plotting", "__main__.py"): 1_065,
 }
 """Lines of a room, at most. A room that needs more gives up something."""
 
