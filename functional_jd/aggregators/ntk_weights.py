@@ -13,10 +13,10 @@ from functional_jd.core.tree import tree_leaves
 def ntk_weights() -> Aggregator:
     """Weight the terms of a physics-informed loss so that their residuals fall at comparable rates.
 
-    The losses are the residuals r themselves. Each tensor among them is a term T of n_T residuals: `{"boundary":
-    residuals, "equation": residuals}`. The direction is the gradient of `sum_T lambda_T / (2 n_T) sum_i r_i^2` with
-    constants `lambda_T = tr(K) / tr(K_T)`, where `tr(K_T) = sum_i |g_i|^2` over the residuals of the term: `weights_i =
-    lambda_T r_i / n_T`.
+    The losses are the residuals r themselves. Each tensor among them is a term T of n_T residuals, such as those at the
+    boundary. The direction is the gradient of `sum_T lambda_T / (2 n_T) sum_i r_i^2` with constants
+    `lambda_T = tr(K) / tr(K_T)`, where `tr(K_T) = sum_i |g_i|^2` over the residuals of the term:
+    `weights_i = lambda_T r_i / n_T`.
 
     Returns:
         A rule that needs the norms of the rows and the residuals. Weights of any sign. The paper takes it every few
