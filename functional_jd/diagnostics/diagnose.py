@@ -15,7 +15,7 @@ from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.rows import row_count
 from functional_jd.core.safe import cosines, divide, nonzero, sqrt_or_zero
-from functional_jd.core.tree import tree_difference, tree_map
+from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import has_values, under_transform
@@ -189,15 +189,16 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
 
 
 def _require_direction(rows: Jacobian, direction: Any) -> None:
-    """Raise unless the direction is like params, in whatever dtypes."""
-    row, given = (
-        tree_map(lambda leaf: leaf.detach().double() if _is_real(leaf) else leaf, tree)
-        for tree in (tree_map(lambda leaf: leaf[0], rows), direction)
-    )
-    if difference := tree_difference(row, given):
+    """Raise unless the direction has the names and shapes of params, and is a single tensor only if they are."""
+
+    def shapes(tree: Any, first: int) -> dict[str, list[int] | None]:
+        own = [list(leaf.shape[first:]) if _is_real(leaf) else None for leaf in tree_leaves(tree)]
+        return dict(zip(tree_names(tree), own, strict=True))
+
+    if (found := shapes(direction, 0)) != shapes(rows, 1) or isinstance(direction, Tensor) != isinstance(rows, Tensor):
         raise ValueError(
-            f"diagnose: the second argument must be weights [m], or a direction with the structure of params: "
-            f"{difference}. Instead of entrywise weights, pass aggregation.combine(jacobian, weights)."
+            "diagnose: the second argument must be weights [m], or a direction with the structure of params, found "
+            f"{found or 'no tensors'}. Instead of entrywise weights, pass aggregation.combine(jacobian, weights)."
         )
 
 
