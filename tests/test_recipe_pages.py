@@ -471,4 +471,5 @@ def test_norms_of_layers_in_the_guide_to_objectives_are_those_of_the_rows():
     for index, name in enumerate(("head", "trunk")):
         rows = [torch.func.grad(found["layered"], index)(head, trunk, *one) for one in zip(x, price, strict=True)]
         expected = torch.stack([sum(g.double().square().sum() for g in row.values()) for row in rows])
-        check_within(found[f"squares_of_{name}"], expected, 64 * eps(torch.float32) * expected)
+        # A residual, as a difference, is rounded to the size of its terms: so are the gradients of small ones.
+        check_within(found[f"squares_of_{name}"], expected, 64 * eps(torch.float32) * expected.max())
