@@ -256,18 +256,22 @@ def pulled(plan: Plan, seen: Observation, found: RuleAnswer) -> tuple[Direction,
         finite = everywhere if rows_finite is None else rows_finite & everywhere
         return direction, Verdict(finite, finite, plan.scale_state)
     if passed is not None:  # weights that are not finite are the rule's doing, not an overflow
-        return direction, verdict_of(plan.scale_state, passed, seen.losses, found.weights)
+        return direction, verdict_of(plan.scale_state, passed, seen.losses, found.weights, plan.view.losses)
     sound, (finite, moved, scale) = all_finite(direction), cast(Verdict, found.verdict)
     taken = moved & sound
     # The flags show that the step was skipped, also if the direction alone is not finite.
     return direction, Verdict(torch.where(moved, sound, finite) if finite.ndim else taken, taken, scale)
 
 
-def verdict_of(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = ()) -> Verdict:
+def verdict_of(
+    scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = (), of_losses: bool = False
+) -> Verdict:
     """The verdict of finite rows, losses and weights. A loss that is not finite can make NaN of all rows. It alone is
     to blame, and no scale moves; so it is with weights.
     """
     own = _finite_values((losses, weights), scale.scale)
+    if of_losses and own.ndim:  # one loss makes NaN of all weights
+        own = torch.where((known := _finite_values(losses, scale.scale)).all(), own, known)
     sound = own.all() if own.ndim else own
     flags = torch.where(sound, rows_finite, own)  # rows are to blame only if all losses are finite
     following = update_scale(scale, rows_finite, losses_finite=sound)

@@ -48,6 +48,7 @@ KINDS = {
     ),
 }
 RULES = {"upgrad": jd.upgrad(), "config": jd.config(), "mean": jd.mean(), "constant": jd.constant([1.0] * 4)}
+RULES |= {"softadapt": jd.aggregators.softadapt()}  # one loss makes NaN of all its weights
 
 
 FORMS = {
