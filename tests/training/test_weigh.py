@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bounds import check_within, eps
+from bounds import check_same, check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from rule_table import RULES, rule_of
@@ -207,3 +207,15 @@ def test_what_is_refused():
     for make, kind, words in cases:
         with pytest.raises(kind, match=words):
             make()
+
+
+def test_fixed_losses_may_be_added_to_the_sum_of_those_that_are_weighed():
+    """As on the page on post-training: the direction is that of `regularized`, which makes rows of all."""
+    torch.manual_seed(0)
+    w, x = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.randn(3, 5, dtype=torch.float64)
+    losses = dict(zip("abk", (x @ w).square(), strict=True))
+    grad = lambda loss: torch.autograd.grad(loss, [w], retain_graph=True)[0]
+    rule = jd.regularized(jd.upgrad(), {"k": 0.1})
+    whole = jd.weigh(losses, [w], rule).weights @ torch.stack([*losses.values()])
+    two = torch.stack([losses["a"], losses["b"]])
+    check_same(grad(jd.weigh(two, [w], jd.upgrad()).weights @ two + 0.1 * losses["k"]), grad(whole))
