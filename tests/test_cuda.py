@@ -125,6 +125,14 @@ def test_captured_steps_are_those_of_eager_ones(rule, dtype, donate):
     close(state.params, expected.params)
 
 
+def test_a_captured_front_is_that_of_operators():
+    losses = lambda p, x: torch.stack([(p - x).square().sum(), (p + 1).square().sum()])
+    how = {"losses": losses, "rule": fj.tchebycheff, "optimizer": fj.adamw(0.05)}
+    how["preferences"] = fj.fronts.lattice(2, 4).cuda()
+    train = partial(fj.fronts.train, torch.zeros(3).cuda(), [(torch.full((3,), k).cuda(),) for k in (1.0, 2.0)], **how)
+    close(train(compile="cudagraphs").states.params, train(compile="eager").states.params)
+
+
 def test_a_rule_that_decomposes_is_refused_before_the_capture():
     params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
     params, batch = on_gpu(params), on_gpu(batch)

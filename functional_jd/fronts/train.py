@@ -78,8 +78,8 @@ def train(
             for a population.
         scale, buffers, engine, has_aux: as for `train_state`; every solution has its own scale and buffers.
         chunk_size: how many solutions at once, where memory is short; `None`: all. Not for a population.
-        compile: how the step is run. `False`: its Python code. `"eager"`: its operators, as `compiled` records them:
-            the same bits, in a third of the time for small solutions. `True`, or `"inductor"`: machine code.
+        compile: `False` runs the Python code of a step, `"eager"` its operators: the same bits, in a third of the time
+            for small solutions. `"cudagraphs"` captures these on a GPU. `True` or `"inductor"`: machine code.
         on_step, progress, patience: as for `fit`; leaves of infos and states have K as their first dimension, and a
             step counts as skipped if no solution took it.
 
@@ -98,9 +98,9 @@ def train(
         >>> front.losses.shape, front[3].params
         (torch.Size([7, 2]), tensor([0., 0.]))
     """
-    if not isinstance(compile, bool | str) or compile not in (False, True, "eager", "inductor"):
+    if not isinstance(compile, bool | str) or compile not in (False, True, "eager", "inductor", "cudagraphs"):
         cure = "'eager' runs the operators of a step without a compiler."
-        refuse("compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
+        refuse("compile", "False, True, 'eager', 'inductor' or 'cudagraphs'", compile, cure, ValueError)
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, 1, "It counts solutions.")
     start, preferences, marks, rule_of = _solutions(start, preferences, rule, chunk_size)

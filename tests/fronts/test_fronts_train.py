@@ -177,8 +177,16 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
         ({"batches": []}, ValueError, "train: batches must have an item, found none"),
         ({"chunk_size": 0}, ValueError, "train: chunk_size must be an integer of at least 1"),
-        ({"compile": "fast"}, ValueError, "compile must be False, True, 'eager' or 'inductor', found 'fast'"),
-        ({"compile": 1}, ValueError, "train: compile must be False, True, 'eager' or 'inductor', found 1"),
+        (
+            {"compile": "fast"},
+            ValueError,
+            "compile must be False, True, 'eager', 'inductor' or 'cudagraphs', found 'fast'",
+        ),
+        (
+            {"compile": 1},
+            ValueError,
+            "train: compile must be False, True, 'eager', 'inductor' or 'cudagraphs', found 1",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, kind, message):

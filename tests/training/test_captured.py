@@ -148,6 +148,14 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
     assert len(take.graphs) == 2
 
 
+def test_a_front_is_that_of_operators(without_a_gpu):
+    losses = lambda p, x: torch.stack([(p - x).square().sum(), (p + 1).square().sum()])
+    how = {"losses": losses, "optimizer": jd.adamw(0.05), "preferences": jd.fronts.lattice(2, 4)}
+    train = partial(jd.fronts.train, torch.zeros(3), [(torch.full((3,), k),) for k in (1.0, 2.0, 3.0)], **how)
+    for rule in (jd.tchebycheff, lambda u: jd.upgrad(preference=u, solver="device")):
+        torch.testing.assert_close(train(rule=rule, compile="cudagraphs"), train(rule=rule, compile="eager"))
+
+
 def test_a_state_whose_memory_another_training_takes_raises(without_a_gpu):
     """Two trainings by one function: the memory of the first state holds the second one."""
     take = jd.compiled(lambda state, x: (state + x, x.sum()), backend="cudagraphs", donate=True)
