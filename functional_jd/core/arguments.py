@@ -161,12 +161,10 @@ def check_option(name: str, value: Any, options: tuple[str, ...], cure: str) -> 
 
 def check_device(value: Any) -> None:
     """Refuse what names no device of torch."""
-    if value is None or isinstance(value, torch.device):
-        return
     expected, cure = "None, a torch.device or its name", 'Pass for instance device="cpu".'
-    if not isinstance(value, str):  # an index would mean another device on each machine
+    if not isinstance(value, torch.device | str | None):  # an index would mean another device on each machine
         refuse("device", expected, value, cure)
     try:
-        torch.device(value)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{here()}: device must be {expected}, found {described(value)}. {cure}") from error
+        torch.device(value or "cpu")
+    except RuntimeError:
+        refuse("device", expected, value, cure, ValueError)

@@ -84,12 +84,11 @@ def gradients(
     subclass of tensors is to see the call. What runs again is watched by `OwnParameters`.
     """
     try:
+        how = retain_graph, create_graph
         if has_torch_function((*outputs, *inputs)) or not _run_backward:
-            how = retain_graph, create_graph
             return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
-        how = retain_graph, create_graph, tuple(inputs), True
         with OwnParameters(outputs):
-            found = _run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)
+            found = _run_backward(tuple(outputs), tuple(cotangents), *how, tuple(inputs), True, accumulate_grad=False)
         return to_dense(found)
     except AttributeError as error:
         if cure := cure_of(str(error)):

@@ -1,7 +1,6 @@
 """The parts of a module: where they hold tensors, and whether they are still the same."""
 
 from collections import OrderedDict, defaultdict, deque
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +46,6 @@ class ModuleParts:
             named[id(x)] for part in parts.values() if isinstance(part, nn.RNNBase) for x in part.parameters(False)
         }
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
-        # What every module has mostly stands first, and holds no tensors of the forward pass.
-        own = [tuple(islice(vars(part), len(_STANDARD))) == _STANDARD for part in ordinary]
-        self.attributes = [(vars(part), len(_STANDARD) * first) for part, first in zip(ordinary, own, strict=True)]
         self.contents = [(part, _contents(part)) for part in ordinary]
         self.buffers = [
             (part, home, set(home), {name for name, x in home.items() if x is not None})
@@ -78,11 +74,11 @@ class ModuleParts:
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
         found: list[Tensor] = []
-        for attributes, start in self.attributes:
-            for name, value in islice(attributes.items(), start, None):
+        for part, _ in self.contents:
+            for name, value in vars(part).items():
                 if value.__class__ is Tensor:
                     found.append(value)
-                elif value.__class__ in _CONTAINERS and value and (start or name not in _STANDARD):
+                elif value.__class__ in _CONTAINERS and value and name not in _STANDARD:
                     found += _tensors_in(value)
         return found
 
@@ -121,4 +117,4 @@ def _tensors_in(container: Any) -> list[Tensor]:
 
 _LONG = 1000
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, deque))
-_STANDARD = tuple(vars(nn.Module()))
+_STANDARD = frozenset(vars(nn.Module()))

@@ -8,7 +8,7 @@ it means; `test_next_torch.py` takes each away.
 
 import json
 from collections.abc import Callable, Iterable
-from importlib import import_module
+from pkgutil import resolve_name
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ def private(name: str, feature: str, *parts: str, otherwise: Any = None) -> Any:
     such name; None: a stand-in that raises as soon as it is called or asked for an attribute.
     """
     try:
-        found = _resolved(name)
+        found = resolve_name(f"torch.{name}")
         lacking = [f"{name}.{part}" for part in parts if not hasattr(found, part)]
     except (AttributeError, ImportError):
         found, lacking = None, [name]
@@ -42,17 +42,6 @@ def missing(name: str, feature: str) -> RuntimeError:
         f"functional_jd: expected torch.{name} for {feature}, found torch {torch.__version__} "
         f'without it; install another: pip install "{SUPPORTED}".'
     )
-
-
-def _resolved(name: str) -> Any:
-    found, path = torch, "torch"
-    for part in name.split("."):
-        path = f"{path}.{part}"
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            found = import_module(path)
-    return found
 
 
 class Missing:
