@@ -59,6 +59,7 @@ from functional_jd.aggregators.unit_sum import unit_sum
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
+from functional_jd.diagnostics.gradients import check
 from functional_jd.engines.differentiate import cross_gramian_fn, gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
 from functional_jd.objectives import functional, multitask, per_example
 from functional_jd.optimizers.adamw import adamw
@@ -78,7 +79,7 @@ from functional_jd.training.compiled import compiled
 from functional_jd.training.driver import chosen_engine
 from functional_jd.training.loop import TrainingStalled, fit, steps
 from functional_jd.training.private import private
-from functional_jd.training.start import check, train_state
+from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
 from functional_jd.training.weights import FoundWeights, weigh, weights_fn

@@ -2,6 +2,6 @@
 
 from functional_jd.diagnostics.advise import Advice, advise, describe
 from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
-from functional_jd.diagnostics.gradients import blame, linear_backward
+from functional_jd.diagnostics.gradients import blame
 
-__all__ = ["Advice", "Diagnosis", "advise", "blame", "describe", "diagnose", "linear_backward"]
+__all__ = ["Advice", "Diagnosis", "advise", "blame", "describe", "diagnose"]

@@ -1,24 +1,23 @@
-"""What is wrong with gradients: which are not finite, and which are not linear in the factor of their loss."""
+"""What is wrong with losses and their gradients, for loops by hand."""
 
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from functional_jd.core.arguments import POSITIVE, check_number
+from functional_jd.aggregators.mean import mean
 from functional_jd.core.heads import rows_of
-from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes
-from functional_jd.core.tree import floating_leaves, tree_map, tree_unflatten
+from functional_jd.core.rows import as_matrix, magnitudes
+from functional_jd.core.tree import tree_map
 from functional_jd.core.types import LossFunction, Params, Tree
-from functional_jd.engines.evaluate import check_losses, element_count, evaluate_losses, is_differentiable
-from functional_jd.engines.kinds import found_kind, kind_of
+from functional_jd.engines.evaluate import check_losses, is_differentiable
+from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.plan import Plan
-from functional_jd.engines.row_vjps import dense, jacobian_rows
-from functional_jd.engines.vjp import vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.training.checks import check_learning, check_linear, check_tensors, detach_parameters, undone
+from functional_jd.training.driver import prepare
 
 
 def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState | None = None) -> Tree:
@@ -54,42 +53,43 @@ def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState |
         return tree_map(lambda leaf: magnitudes(as_matrix(leaf)).isfinite(), rows)
 
 
-def linear_backward(
-    losses: Callable[..., Any], params: Params, *batch: Any, factor: float = 2.0, has_aux: bool = False
-) -> Tensor:
-    """Find the losses whose gradient is not linear in the factor of the loss.
-
-    In a custom backward pass that normalises, clips or rounds its gradient, weights and loss scales get lost.
+def check(
+    losses: LossFunction,
+    params: Params,
+    *batch: Any,
+    scale: ScaleState | None = None,
+    buffers: Tree = (),
+    has_aux: bool = False,
+    constant: Collection[str] = (),
+) -> None:
+    """Check what trains wrongly without an error, once, before a loop by hand: as `train_state` does.
 
     Args:
-        losses: `losses(params, *batch)`, as for `jacobian_fn`.
-        params: where to look.
-        batch: the batch, and buffers before it if the losses take some.
-        factor: what a loss is multiplied by. Pass the loss scale to find a backward pass that clips.
-        has_aux: whether the losses return `(losses, aux)`.
+        losses: as for `step`, and so are `params`, `batch`, `buffers` and `has_aux`.
+        scale: the loss scale of the loop; None is no scaling.
+        constant: as for `train_state`.
 
-    Returns:
-        bool `[m]`, in the order of `objective_names(losses)`: whether the gradient of `factor * loss_i` is `factor`
-        times that of `loss_i`, up to half of the digits.
+    Raises:
+        ValueError: what `train_state` raises for losses and parameters; a call under a transform.
+
+    Warns:
+        UserWarning: what `train_state` warns of; losses whose gradient is not linear in their factor, to half of the
+            digits: a backward pass that normalises, clips or rounds loses weights and loss scales.
+
+    Guarantees:
+        The losses are evaluated twice. Generators and tensors that they change in place are put back.
+        Costs 2 m backward passes, and memory for two gradients.
 
     Example:
-        >>> diagnostics.linear_backward(lambda p: {"a": p.square().sum(), "b": p.exp().sum()}, torch.ones(2))
-        tensor([True, True])
+        >>> check(lambda params, x: (params["w"] - x).square(), {"w": torch.zeros(2)}, torch.ones(2))
     """
     check_losses(losses, 0, has_aux)
-    check_number("factor", factor, POSITIVE, "A power of two is exact.")
-    leaves, structure = floating_leaves(params)
-    plan = Plan(has_aux, None, differentiable=False, mode="loop", examples=kind_of(losses).rows_are_examples)
-    evaluate = lambda inputs: evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), plan)
-    point = vjp(evaluate, leaves, plan)
-    m, like = element_count(point.outputs), point.outputs[0]
-
-    def rows(by: float) -> list[Tensor]:
-        found = dense(jacobian_rows(point, like.new_full((m,), by), plan), leaves, m)
-        return [at_least_float32(x.reshape(m, -1)) for x in found]
-
-    linear = like.new_ones(m, dtype=torch.bool)
-    for leaf, one, many in zip(leaves, rows(1.0), rows(factor), strict=True):
-        bound = torch.finfo(leaf.dtype).eps ** 0.5 * magnitudes(many)
-        linear &= ((magnitudes(many - factor * one) <= bound) | ~bound.isfinite()).to(like.device)
-    return linear
+    own = detach_parameters(params)
+    check_tensors("buffers", buffers)
+    if under_transform():
+        raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
+    buffers = tree_map(lambda x: x.detach().clone(), buffers)
+    plan, *_ = prepare(losses, own, batch, mean(), scale=scale, buffers=buffers, has_aux=has_aux, starting=True)
+    with undone(journal := StateJournal()):
+        check_learning(plan, journal, buffers, constant)
+        check_linear(plan)

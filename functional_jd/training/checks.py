@@ -13,14 +13,17 @@ from functional_jd.core.agreement import check_alike, checksums, description
 from functional_jd.core.arguments import here, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
-from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
-from functional_jd.engines.evaluate import evaluate_losses
+from functional_jd.engines.evaluate import element_count, evaluate_losses, row_scales
 from functional_jd.engines.plan import Plan
+from functional_jd.engines.row_vjps import gradients_one_by_one
+from functional_jd.engines.vjp import vjp
 from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.calls import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import innermost, under_transform
@@ -91,6 +94,30 @@ def check_learning(
             f"{here()}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
+
+
+def check_linear(plan: Plan) -> None:
+    """Warn of losses whose gradient does not halve with them. The half of a scale does not overflow."""
+    losses, args = plan.kind.sample(plan.losses, plan.args)
+    leaves, structure = floating_leaves(args[0])
+    plan = plan._replace(differentiable=False, examples=plan.kind.rows_are_examples)
+    point = vjp(lambda at: evaluate_losses(losses, (tree_unflatten(structure, at), *args[1:]), plan), leaves, plan)
+    once = row_scales(plan, element_count(point.outputs), point.outputs[0])
+    with autocast_disabled():
+        pairs = zip(gradients_one_by_one(point, once), gradients_one_by_one(point, once / 2), strict=True)
+        linear = [all(map(_is_half, halves, wholes)) for wholes, halves in pairs]
+    if lost := [repr(name) for name, yes in zip(objective_names(point.extra[0]), linear, strict=True) if not yes]:
+        warn(
+            f"{here()}: gradients must be linear in the factor of their loss, found others of {', '.join(lost)}. Leave "
+            "out functions whose backward normalises, clips or rounds: weights and loss scales get lost."
+        )
+
+
+def _is_half(half: Tensor | None, whole: Tensor | None) -> bool:
+    """Whether one is half of the other, up to half of the digits, or not finite."""
+    if half is None or whole is None or not half.numel():
+        return True
+    return not (whole - 2 * half).abs().max() > torch.finfo(half.dtype).eps ** 0.5 * whole.abs().max()
 
 
 def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], training: bool) -> None:
@@ -251,7 +278,12 @@ def keys_of(state: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dtype == torch.int64 and not is_sharded(x)]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
-def check_tensors(name: str, tree: Tree, expected: str, cure: str) -> None:
+def check_tensors(
+    name: str,
+    tree: Tree,
+    expected: str = "a pytree of tensors",
+    cure: str = "Pass for instance dict(module.named_buffers()).",
+) -> None:
     """Raise for a pytree with a leaf that is no tensor."""
     if not all(isinstance(x, Tensor) for x in tree_leaves(tree)):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse(name, expected, tree, cure)

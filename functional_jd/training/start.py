@@ -10,25 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregators.mean import mean
 from functional_jd.core.arguments import here
 from functional_jd.core.float64 import widest
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
-from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import (
-    check_learning,
-    check_ranks,
-    check_tensors,
-    detach_parameters,
-    keys_of,
-    undone,
-)
+from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of, undone
 from functional_jd.training.driver import check_method, prepare, started
 from functional_jd.training.state import TrainState, named_values
 
@@ -92,7 +83,7 @@ def train_state(
         tensor([65536., 65536.])
     """
     check_method(losses, aggregator, optimizer, has_aux)
-    check_tensors("buffers", buffers, *_BUFFERS)
+    check_tensors("buffers", buffers)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     place = _place(tree_leaves(own := detach_parameters(params)))
@@ -113,44 +104,6 @@ def train_state(
     check_ranks(losses, own, {"keys": keys_of(memory)})
     state = TrainState(params, buffers, optimizer.init(params), memory, plan.scale_state)
     return replicate(_stored_apart(state, (params, buffers, batch)) if tracked else state)
-
-
-_BUFFERS = "a pytree of tensors", "Pass for instance dict(module.named_buffers())."
-
-
-def check(
-    losses: LossFunction,
-    params: Params,
-    *batch: Any,
-    scale: ScaleState | None = None,
-    buffers: Tree = (),
-    has_aux: bool = False,
-    constant: Collection[str] = (),
-) -> None:
-    """Check what trains wrongly without an error, once, before a loop by hand: as `train_state` does.
-
-    Args:
-        losses: as for `step`, and so are `params`, `batch`, `buffers` and `has_aux`.
-        scale: the loss scale of the loop; None is no scaling.
-        constant: as for `train_state`.
-
-    Raises:
-        ValueError: what `train_state` raises for losses and parameters, and it warns alike; a call under a transform.
-
-    Guarantees:
-        The losses are evaluated once. Generators and tensors that they change in place are put back.
-
-    Example:
-        >>> check(lambda params, x: (params["w"] - x).square(), {"w": torch.zeros(2)}, torch.ones(2))
-    """
-    check_losses(losses, 0, has_aux)
-    own = detach_parameters(params)
-    check_tensors("buffers", buffers, *_BUFFERS)
-    if under_transform():
-        raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
-    buffers = tree_map(lambda x: x.detach().clone(), buffers)
-    plan, *_ = prepare(losses, own, batch, mean(), scale=scale, buffers=buffers, has_aux=has_aux, starting=True)
-    check_learning(plan, StateJournal(), buffers, constant)
 
 
 def _check_losses(aggregator: Aggregator, losses: Losses) -> None:

@@ -247,12 +247,6 @@ SEARCHES = {
         {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS},
         _LOSSES,
     ),
-    "linear_backward": Call(
-        partial(_searched, jd.diagnostics.linear_backward),
-        lambda: {"losses": losses, "returned": USUAL, "params": params(), "x": x(), "factor": 2.0, "has_aux": False},
-        {"x": EVERYTHING, "factor": kinds({"true", "minus_one"}), "returned": CONSTANTS},
-        _LOSSES,
-    ),
 }
 TRAINING = {
     "accumulate": Call(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import functional_jd as fj
@@ -274,6 +275,81 @@ def test_a_loop_by_hand_checks_what_train_state_does():
         fj.check(lambda p, x, y: error(x[:, :2], y), params, X, Y)
     with pytest.raises(ValueError, match="check: expected a call outside of transforms"):
         torch.vmap(lambda x: fj.check(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, x))(X)
+
+
+class Unit(torch.autograd.Function):
+    """Gradients of length one, as in some straight-through estimators."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / (g.norm() + 1e-30)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-100, 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_check_takes_other_backward_passes_for_linear(dtype):
+    """Each evaluation draws another mask: both gradients are of one. What clips is found at a scale that it clips."""
+    p, x = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=dtype)}, torch.tensor([1.0, 0.5, 0.1], dtype=dtype)
+
+    def losses(p, x):
+        masked, part = functional.dropout(p["w"], 0.5).exp().sum(), (x.sum() * p["w"][:1]).abs().log().sum()
+        return {"c": Clipped.apply(p["w"] * x).square().sum(), "d": masked, "e": part}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fj.check(losses, p, x)
+    with pytest.warns(UserWarning, match="check: .* found others of 'c'"):
+        fj.check(losses, p, x, scale=fj.scale_state(2.0**10))
+
+
+def test_a_check_names_losses_whose_backward_pass_is_not_linear():
+    def losses(p, x):
+        return {"a": (p["w"] * x).square().sum(), "b": 50 * Unit.apply(p["w"] * x).square().sum()}
+
+    def counting(p, b, x):
+        return losses(p, x), {"n": b["n"].add_(1)}
+
+    def heads(p, z, x):
+        return {"a": (p["v"] * z).square().sum(), "b": Unit.apply(z).exp().sum() * p["v"]}
+
+    w, x, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.5, 0.1]), {"n": torch.zeros(())}
+    p, scale = {"w": w}, fj.scale_state(shape=2)
+    shared = {"shared": p, "heads": {"v": torch.ones(())}}
+    for f, params, batch, how in (
+        (losses, p, x, {}),
+        (losses, p, x, {"scale": scale}),
+        (lambda *given: (losses(*given), "aux"), p, x, {"has_aux": True}),
+        (counting, p, x, {"buffers": b}),
+        (fj.multitask(lambda p, x: p["w"] * x, heads), shared, x, {"scale": scale}),
+        (fj.per_example(lambda p, x: losses(p, x)["b"]), p, x.expand(4, 3), {}),
+    ):
+        with pytest.warns(UserWarning, match="check: gradients must be linear .* found others of '(b|loss)'"):
+            fj.check(f, params, batch, **how)
+    assert not b["n"]
+
+
+def test_a_check_of_half_precision_says_nothing_of_what_a_scale_keeps():
+    """Gradients of 1e-7 round in float16, but not at the scale. At a scale that overflows nothing can be said."""
+    f = fj.autocast(lambda p, x: {"a": 1e-3 * (x @ p["w"]).square().mean(), "b": (x @ p["w"]).mean()})
+    torch.manual_seed(0)
+    p, x = {"w": torch.randn(8, 16) / 3}, torch.randn(64, 8)
+    for start in (2.0**12, 2.0**16, 2.0**30):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fj.check(f, p, x, scale=fj.scale_state(start, shape=2))
 
 
 def test_float16_parameters_are_named():
