@@ -473,3 +473,28 @@ def test_norms_of_layers_in_the_guide_to_objectives_are_those_of_the_rows():
         expected = torch.stack([sum(g.double().square().sum() for g in row.values()) for row in rows])
         # A residual, as a difference, is rounded to the size of its terms: so are the gradients of small ones.
         check_within(found[f"squares_of_{name}"], expected, 64 * eps(torch.float32) * expected.max())
+
+
+def test_sharp_losses_have_the_gradients_of_the_shifted_point(shown):
+    params, batch = shown["params"], [shown[name] for name in ("x", "kind", "price")]
+    losses = shown["losses"]
+    leaves = [p.clone().requires_grad_() for p in optree.tree_leaves(params)]
+    tree = optree.tree_unflatten(optree.tree_structure(params), leaves)
+    slopes = torch.autograd.grad(sum(losses(tree, *batch).values()), leaves)
+    length = torch.cat([g.flatten() for g in slopes]).norm()
+    moved = [(p + 0.05 * g / length).detach().requires_grad_() for p, g in zip(leaves, slopes, strict=True)]
+    values = losses(optree.tree_unflatten(optree.tree_structure(params), moved), *batch)
+    found = optree.tree_leaves(jd.jacobian_fn(shown["sharp"])(params, *batch)[0])
+    for row, value in enumerate(values.values()):
+        own = torch.autograd.grad(value, moved, retain_graph=True, materialize_grads=True)
+        for x, y in zip(found, own, strict=True):
+            check_within(x[row], y, 2**10 * eps(torch.float32) * y.abs().max())
+
+
+def test_lbfgs_on_weighed_losses_lowers_both(shown):
+    again = dict(shown)  # the page goes on from other parameters
+    (block,) = [block for block in blocks(GUIDES / "recipes.md") if "LBFGS(" in block]
+    exec(block, again)
+    batch = [shown[name] for name in ("x", "kind", "price")]
+    before, after = (again["losses"](again[name], *batch) for name in ("params", "moving"))
+    assert all(after[name] < before[name] for name in before)
