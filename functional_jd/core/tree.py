@@ -136,8 +136,14 @@ def tree_names(tree: Tree) -> list[str]:
     single tensor is named `"value"`.
     """
     leaves, structure = tree_flatten(tree)
-    names = {node.index: name for name, node in named_nodes(structure, len(leaves)) if isinstance(node, Position)}
-    return [names[index] or "value" for index in range(len(leaves))]
+    spec, empty = structure
+    names = [".".join(map(str, path)) or "value" for path in spec.paths()]
+    if empty is not None:
+        names = [name for name, kind in zip(names, empty, strict=True) if kind is None]
+    for name, node in named_nodes(structure, len(leaves)):  # paths of optree have indices in the place of fields
+        if isinstance(node, Position):
+            names[node.index] = name or "value"
+    return names
 
 
 def named_nodes(structure: Structure, count: int) -> list[tuple[str, Any]]:

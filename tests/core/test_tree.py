@@ -136,6 +136,22 @@ with warnings.catch_warnings():
     )
 
 
+class Opaque:
+    """A container that only optree knows."""
+
+    def __init__(self, *parts: Tensor):
+        self.parts = parts
+
+
+optree.register_pytree_node(
+    Opaque, lambda c: (c.parts, None, ("a", "b")), lambda _, parts: Opaque(*parts), namespace="functional_jd"
+)
+
+
+def test_containers_that_only_optree_knows_have_names():
+    assert trees.tree_names({"x": Opaque(ONE, ONE)}) == ["x.a", "x.b"]
+
+
 class Nothing(NamedTuple):
     """A state without numbers."""
 
