@@ -237,8 +237,9 @@ class SkipWatch:
             )
         else:
             found = (
-                "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
-                "torch.where has a derivative too: replace its argument as well"
+                "losses were finite and derivatives were not: diagnose(jacobian) names the row, or none if only the "
+                "sum of weighted rows overflows. The unused branch of torch.where has a derivative too: replace its "
+                "argument as well"
             )
         if info.finite.shape == (len(losses),):
             counts = (~torch.stack([finite for _, finite, _ in self.run])).sum(0).tolist()

@@ -51,3 +51,19 @@ def test_derivatives_are_blamed_where_they_are_to_blame():
     state = jd.train_state(torch.ones(1), torch.tensor(1.0), **how)
     with pytest.raises(jd.TrainingStalled, match="derivatives were not"):
         jd.fit(partial(jd.step, **how), state, [(torch.tensor(1.0),)] * 5, patience=3)
+
+
+@pytest.mark.parametrize("shape", [None, (), 2])
+def test_a_direction_that_alone_is_not_finite_skips_the_step_and_moves_no_scale(shape):
+    """Each row is below the largest float32, and their sum is not."""
+    losses = lambda p: {"a": 3e38 * p.sum(), "b": 2e38 * p.sum()}
+    how = {"losses": losses, "aggregator": jd.constant(torch.ones(2)), "optimizer": jd.sgd(0.01), "engine": "jacobian"}
+    scale = {} if shape is None else {"scale": jd.scale_state(2.0**-10, shape=shape)}
+    state = jd.train_state(torch.zeros(1), **how, **scale)
+    after, info = jd.step(state, **how)
+    assert not info.moved
+    assert not info.finite.any()
+    assert torch.equal(after.scale.scale, state.scale.scale)
+    with pytest.raises(jd.TrainingStalled, match=r"diagnose\(jacobian\) names the row, or none if only the sum"):
+        jd.fit(partial(jd.step, **how), state, [()] * 5, patience=3)
+    assert jd.diagnostics.diagnose(jd.jacobian_fn(losses)(state.params)[0]).norms.isfinite().all()
