@@ -56,14 +56,8 @@ def means_if_alike(
     """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
 
     What is sent first has one size and one dtype, whatever the values are: with other numbers of them, ranks would not
-    come to be told. More than 1000 values take a second message. Nobody waits for an accelerator: there the means are
-    NaN, where ranks differ.
-
-    Args:
-        values: floating-point tensors, at least one.
-        parts: by what it is called, what must be alike, in words: one or two, as many on all ranks. If they differ, a
-            ValueError on all ranks.
-        mean: the mean over the ranks of a tensor.
+    come to be told. More than 1000 values take a second message. `parts` are one or two, as many on all ranks. If they
+    differ, all ranks raise ValueError; on an accelerator, for which nobody waits, the means are NaN.
     """
     sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
     first, rest = sent[:_FIRST], sent[_FIRST:]
@@ -93,11 +87,8 @@ def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
 def description(value: Any, keys: bool = True, waiting: bool = True, depth: int = 0) -> Any:
     """What ranks that build a value alike have in common: names of functions, classes and modules, numbers, tensors.
 
-    Args:
-        value: a rule, an optimizer, or what such a record of functions is made of: the package's own functions by what
-            they capture too, others by where they were written.
-        keys: whether int64 tensors `[2]` count by their values.
-        waiting: whether those on an accelerator do, which waits for it.
+    The package's own functions count by what they capture too. `keys`: int64 tensors `[2]` count by their values;
+    `waiting`: so do those on an accelerator, which waits for it.
     """
     if depth > _DEEPEST or value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value if depth <= _DEEPEST else "..."

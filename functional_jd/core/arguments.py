@@ -15,13 +15,7 @@ Number: TypeAlias = float | Tensor
 
 
 class Domain(NamedTuple):
-    """The valid numbers.
-
-    Attributes:
-        contains: tests a number, or each entry of a tensor.
-        expected: the domain in words, for errors.
-        cure: the end of an error about several numbers.
-    """
+    """The valid numbers: a test of a number or of each entry of a tensor, and its words for errors."""
 
     contains: Callable[[Any], Any]
     expected: str
@@ -96,11 +90,7 @@ def check_integer(name: str, value: Any, least: int, cure: str) -> None:
 
 
 def number(name: str, value: Any, domain: Domain, cure: str) -> Any:
-    """Check a hyper-parameter: the value of a number; of a tensor only what is known without its value.
-
-    Returns:
-        The number; or the tensor `[]` in float64, NaN outside the domain. Differentiable; nothing is synchronized.
-    """
+    """A hyper-parameter, once checked; a tensor `[]` in float64, NaN outside the domain, without waiting for it."""
     if not isinstance(value, Tensor):
         check_number(name, value, domain, cure, "a number or a tensor []")
         return value

@@ -17,15 +17,12 @@ def run_on_host(
 
     There, what launches thousands of small kernels takes less than a millisecond, and may look at values. It costs one
     synchronization and about three launches. Where the accelerator has no float64, what is floating is float64 on the
-    host, and comes back in float32.
+    host, and comes back in float32. `function` is not differentiated, but its results may require a gradient.
 
     Args:
-        function: a function of pytrees of tensors that returns one. Not differentiated, but results may require a
-            gradient, of tensors that it encloses.
         inputs: pytrees of tensors, of which some stand on an accelerator.
         device: the accelerator, where it may be that no input stands there.
-        apart: whether every result has memory of its own, which takes a launch each; else they may share it, and
-            `torch.save` refuses what shares memory in several dtypes.
+        apart: whether every result has memory of its own, which takes a launch each, as `torch.save` needs it.
     """
     leaves, structure = tree_flatten(inputs)
     away = [x for x in leaves if not x.is_cpu]

@@ -54,10 +54,7 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def outline(value: Any) -> Table:
-    """Return a table of a pytree, two levels deep: shapes, dtypes, element counts, and values that fit in a cell.
-
-    Only the values of small tensors are read, so the cost does not depend on the number of parameters.
-    """
+    """Return a table of a pytree, two levels deep; only the values of small tensors are read."""
     rows: list[list[str]] = []
     for name, child in children(value) or []:
         rows.append([name, *_value_and_dtype(child)])

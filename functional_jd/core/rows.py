@@ -20,9 +20,8 @@ _CACHED, _CACHED_ELSEWHERE = 1 << 17, 1 << 25
 HALVE_FROM = 128
 # On an accelerator, rows of so many elements are joined, so that one launch serves several leaves: 16 MB.
 _JOINED_ELSEWHERE = 1 << 22
-# Of many rows, a block has at least so many columns, and twice as many as rows: where the m^2 results leave the cache,
-# putting together and adding up those of narrow blocks costs more than the products. At m = 1500 and n = 2273, blocks
-# of 1024 columns take twice as long.
+# Of many rows, a block has at least so many columns, and twice as many as rows: adding up the m^2 results of narrow
+# blocks costs more than the products.
 LEAST_WIDTH = 1 << 10
 
 

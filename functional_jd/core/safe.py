@@ -39,14 +39,9 @@ def order_of(x: Tensor) -> Tensor:
 def cosines(gramian: Tensor) -> tuple[Tensor, Tensor]:
     """The cosines of the angles between the rows, and the norms of the rows.
 
-    `C_ij = G_ij / sqrt(d_i d_j)`, `norms = sqrt(d)` with d the diagonal of G. A row of zeros has norm 1 and cosine 0
-    with every row, itself included: so no denominator is zero, and no row conflicts with it.
-
-    Args:
-        gramian: float64 `[*, m, m]`.
-
-    Returns:
-        `[*, m, m]` and `[*, m]`. C is invariant, bit for bit, to scaling rows by powers of two.
+    `C_ij = G_ij / sqrt(d_i d_j)`, `norms = sqrt(d)` with d the diagonal of the float64 G `[*, m, m]`. A row of zeros
+    has norm 1 and cosine 0 with every row, itself included: so no denominator is zero, and no row conflicts with it.
+    C is invariant, bit for bit, to scaling rows by powers of two.
     """
     squares = gramian.diagonal(dim1=-2, dim2=-1)
     norms = squares.masked_fill(squares == 0, 1).sqrt()

@@ -150,16 +150,6 @@ def same_layout(leaf: Any, other: Any) -> bool:
     return leaf.device_mesh == other.device_mesh and leaf.placements == other.placements
 
 
-def layout_error(leaf: Any) -> str:
-    """What keeps a leaf from being opened, in words; `""` where nothing does."""
-    if not is_sharded(leaf):
-        return ""
-    from torch.distributed.tensor import Replicate, Shard
-
-    odd = [p for p in leaf.placements if type(p) not in (Shard, Replicate)]
-    return f"expected DTensors with the placements Shard and Replicate, found {odd[0]}" if odd else ""
-
-
 def shard_dims(leaf: Any) -> tuple[tuple[Any, int], ...]:
     """The dimensions of meshes over which a leaf is sharded: pairs of a mesh and a dimension."""
     placements = leaf.placements if is_sharded(leaf) else ()

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_jd.core.arguments import described, dtype_or_type, here
 from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
-from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
+from functional_jd.core.sharding import agreed, is_sharded, shard_of, sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes
 
@@ -69,11 +69,7 @@ def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
 
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
-    """Return the leaves of a pytree.
-
-    Of dicts, lists, tuples and tensors they are collected here: without a structure this takes a quarter of the time of
-    optree's walk, which serves all else.
-    """
+    """Return the leaves of a pytree: of plain containers in half the time of optree's walk, which serves all else."""
     leaves: list[Any] = []
     rest: list[Any] = [tree]  # the next one last
     while rest:
@@ -166,9 +162,8 @@ def described_leaves(tree: Tree) -> list[str]:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Return whether every value of a pytree of floating-point tensors is finite: bool `[]`.
-
-    Tests the largest magnitude, which propagates NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
+    """Whether every value of a pytree of floating-point tensors is finite, bool `[]`: by the largest magnitude, ten
+    times faster on a CPU than `isfinite(leaf).all()`.
     """
     leaves = tree_leaves(tree)
     sharded = any_sharded(leaves)
@@ -200,12 +195,17 @@ def any_sharded(leaves: list[Any]) -> bool:
 
 def check_layouts(leaves: list[Tensor], tree: Tree) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
-    for index, leaf in enumerate(leaves if any_sharded(leaves) else ()):
-        if error := layout_error(leaf):
-            raise ValueError(
-                f"{here()}: {error} in {tree_names(tree)[index]!r}. Redistribute it: "
-                "leaf.redistribute(placements=[Replicate()])."
-            )
+    if not any_sharded(leaves):
+        return
+    from torch.distributed.tensor import Replicate, Shard
+
+    for index, leaf in enumerate(leaves):
+        for placement in leaf.placements if is_sharded(leaf) else ():
+            if type(placement) not in (Shard, Replicate):
+                raise ValueError(
+                    f"{here()}: expected DTensors with the placements Shard and Replicate, found {placement} in "
+                    f"{tree_names(tree)[index]!r}. Redistribute it: leaf.redistribute(placements=[Replicate()])."
+                )
 
 
 def tree_difference(expected: Tree, found: Tree) -> str:

@@ -80,8 +80,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached.
 
-    Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
-    subclass of tensors is to see the call. What runs again is watched by `OwnParameters`.
+    Its questions about each tensor are left out where no mode and no subclass of tensors is to see the call.
     """
     try:
         how = retain_graph, create_graph
@@ -109,8 +108,7 @@ class OwnParameters(TorchFunctionMode):
     """Raises if a backward pass runs something with a parameter that the forward pass did not use.
 
     `torch.func.functional_call` puts a module's own parameters back when it returns. A checkpoint inside the module, or
-    a custom function that calls it, then differentiates at those. The mode sees what a backward pass runs in Python,
-    which is mostly nothing.
+    a custom function that calls it, then differentiates at those.
     """
 
     def __init__(self, outputs: list[Any]):

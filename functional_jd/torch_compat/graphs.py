@@ -31,10 +31,6 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
             trace: Any = make_fx(f, _zeros_on(devices), tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
     except (RuntimeError, UserWarning) as error:
-        if "tensors do not have strides" in str(error):
-            raise ValueError(
-                "compiled: CSR and CSC tensors must be arguments, found one in a closure. Pass it as an argument."
-            ) from error
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     outputs = graph.graph.output_node().all_input_nodes
     for node in graph.graph.nodes:
@@ -62,8 +58,9 @@ def _needs_values(found: str) -> RuntimeError:
     return RuntimeError(
         "compiled: expected operators whose shapes and choices do not depend on values, in losses, rules and "
         f"schedules, found {found}. Choose by torch.where instead of `if` and x[mask], take x[i[None]][0] for x[i], "
-        "and keep numbers as tensors, without .item() or .numpy(). Of torch.optim, Adam reads its count of steps: take "
-        "adamw. Where forward mode fails (jvp, jacfwd, hessian), take torch.func.grad or jacrev."
+        "keep numbers as tensors, without .item() or .numpy(), and pass CSR and CSC tensors as arguments. Of "
+        "torch.optim, Adam reads its count of steps: take adamw. Where forward mode fails (jvp, jacfwd, hessian), take "
+        "torch.func.grad or jacrev."
     )
 
 

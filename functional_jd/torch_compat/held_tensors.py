@@ -58,10 +58,8 @@ def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
 
 @dataclass(eq=False)
 class Held:
-    """The tensors of one call of a module.
-
-    As a hook on a node of autograd, it lets the module hold them from there to the end of the backward pass, so that
-    what runs again finds them: checkpoints, and custom functions such as adjoints.
+    """The tensors of one call of a module. From its nodes of autograd to the end of the backward pass, the module holds
+    them again, so that what runs again finds them: checkpoints, and custom functions such as adjoints.
     """
 
     holder: Holder

@@ -20,9 +20,7 @@ class Place(NamedTuple):
 
 
 class ModuleParts:
-    """The parts of a module, read once: where its tensors stand, at several places if they are shared; its embeddings,
-    with the names of their weights; the names of the parameters of recurrent layers; and the ids of all parts.
-    """
+    """The parts of a module, read once: where its tensors stand, its embeddings, and its recurrent layers."""
 
     def __init__(self, module: nn.Module):
         self.param_names = [name for name, _ in module.named_parameters()]

@@ -79,10 +79,8 @@ BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_n
 
 
 def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
-    """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one.
-
-    With momentum 0, and without averages to move, it is no layer: convolutions standardize their weights so, as a batch
-    of one.
+    """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one. With momentum 0 and
+    without averages it is no layer: convolutions standardize their weights so.
     """
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     momentum = args[6] if len(args) > 6 else kwargs.get("momentum")
@@ -113,9 +111,8 @@ class RepairedOps(TorchFunctionMode):
 class SeparateNormAffine(RecomputedMode):
     """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
 
-    Where rows are differentiated together and the weight requires a gradient, torch treats the mean and deviation that
-    a norm layer saved as constants: derivatives of the rows would be wrong (functorch#534). The second backward pass of
-    `weight_norm` treats the norm that it saved as a constant, too.
+    Where rows are differentiated together, torch treats the mean, deviation or norm that such a layer saved as
+    constants: derivatives of the rows would be wrong (functorch#534).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

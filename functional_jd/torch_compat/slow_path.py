@@ -20,15 +20,9 @@ Result = TypeVar("Result")
 def attempt(fast: Callable[[], Result], slow: Callable[[], Result], *, instead: str, journal: Any = None) -> Result:
     """`fast()`; where that raises, `slow()`, with a `SlowPathWarning` that says why and at what price.
 
-    Args:
-        fast: evaluates the losses, or differentiates what was evaluated.
-        slow: does the same in another way. An error of the losses themselves comes back from here.
-        instead: what `slow` does and costs, for the warning.
-        journal: the `StateJournal` in which `fast` noted its changes. With it, buffers are put back and random numbers
-            are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
-
-    Raises:
-        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less.
+    `instead` is what `slow` does and costs. With the `StateJournal` in which `fast` noted its changes, buffers are put
+    back and random numbers are drawn again, so that both are those of one evaluation. Errors of the losses themselves
+    come from `slow`; those of missing memory from `fast` too, as the slow way takes no less.
     """
     draws = random_state() if journal is not None else None
     try:

@@ -1,9 +1,7 @@
 """The private names of torch that several files use, each with what happens once torch no longer has it.
 
-A name that one feature alone needs stands in the file of this feature. `private(name, feature)` raises an error that
-names the feature when it is used without the name; with `otherwise`, a replacement gives the same numbers in more time.
-`tests/torch_compat/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes what
-it means; `test_next_torch.py` takes each away.
+A name that one feature alone needs stands in the file of this feature. `tests/torch_compat/test_torch_internals.py` has
+a test for each name, which fails when torch renames it or changes what it means; `test_next_torch.py` takes each away.
 """
 
 import json

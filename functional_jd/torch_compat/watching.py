@@ -152,10 +152,8 @@ def watched(
     examples: bool = False,
     inner: WatchingMode | None = None,
 ) -> Callable[..., Any]:
-    """A function under the modes that must see its ops: mostly none.
-
-    `journal` notes what `f` changes in place, for `attempt`; `examples`: `f` is the loss of one example, in which batch
-    normalization raises; `inner` is to see the ops first.
+    """A function under the modes that must see its ops, mostly none. `journal` notes what `f` changes in place, for
+    `attempt`; `examples`: `f` is the loss of one example; `inner` is to see the ops first.
     """
 
     def run(*args: Any) -> Any:

@@ -35,7 +35,6 @@ def test_plain_leaves_pass_through_unchanged():
     leaf = torch.ones(2, 3)
     assert sharding.shard_of(leaf) is leaf
     assert sharding.sharded_as(leaf, torch.ones(5), rows=1) is leaf
-    assert sharding.layout_error(leaf) == ""
     flags = torch.tensor([True, False])
     assert sharding.agreed(flags, [leaf]) is flags
     parts = [torch.tensor(1.0), torch.tensor(2.0)]
