@@ -193,7 +193,7 @@ def any_sharded(leaves: list[Any]) -> bool:
     return any(map(is_sharded, leaves))
 
 
-def check_layouts(leaves: list[Tensor], tree: Tree) -> None:
+def check_layouts(leaves: list[Any], tree: Tree) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
     if not any_sharded(leaves):
         return

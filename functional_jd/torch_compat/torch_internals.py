@@ -51,8 +51,7 @@ class Missing:
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise missing(*self.absent)
 
-    def __getattr__(self, _: str) -> Any:
-        raise missing(*self.absent)
+    __getattr__ = __call__
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
