@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import check_same
 from inputs import library
 from torch import nn
 from trainers import BLOCKS, LIBRARIES, PAGE, START, play, trained_in
@@ -38,9 +39,9 @@ def test_a_loop_trains_as_steps_of_one_process_with_the_whole_batch(heading, ran
     for rank in found:
         assert len(rank["seen"]) == len(rank["weights"]) >= 4
         for (weights, *_), expected in zip(rank["seen"], rank["weights"], strict=True):
-            torch.testing.assert_close(weights, expected, rtol=1e-7, atol=0)
+            check_same(weights, expected)
         assert rank["params"].keys() == rank["expected"].keys()
-        torch.testing.assert_close(rank["params"], rank["expected"], rtol=1e-7, atol=1e-9)
+        check_same(rank["params"], rank["expected"])
     if ranks == 2:
         one, other = (rank["seen"][0] for rank in found)
         assert not torch.equal(one[1], other[1]), "each has its own part of the batch"
@@ -52,7 +53,7 @@ def test_losses_that_carry_a_graph_train_as_those_that_are_evaluated_twice(ranks
     once = run("Losses that carry a graph", ranks, tmp_path / "once")
     twice = run("Lightning", ranks, tmp_path / "twice")
     for own, other in zip(once, twice, strict=True):
-        torch.testing.assert_close(own["params"], other["params"], rtol=1e-7, atol=1e-9)
+        check_same(own["params"], other["params"])
 
 
 def test_both_rewards_rise(tmp_path):

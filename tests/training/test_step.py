@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
+from bounds import check_same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -51,7 +52,7 @@ def test_mean_with_sgd_is_gradient_descent_on_the_mean_loss(rows, lr):
     losses(leaves, targets).mean().backward()
     torch.testing.assert_close(info.losses, losses(params, targets))
     for name, p in leaves.items():
-        torch.testing.assert_close(state.params[name], p.detach() - lr * p.grad, rtol=1e-12, atol=1e-12)
+        check_same(state.params[name], p.detach() - lr * p.grad)
 
 
 def test_the_step_is_the_composition_by_hand():
@@ -298,7 +299,7 @@ def test_the_engines_agree(name, kind):
         for _ in range(3):
             ours, info = fj.step(ours, *batch, engine="weighted", **how)
             theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
-            close((ours, info), (theirs, expected), rtol=1e-12, atol=1e-12)
+            check_same((ours, info), (theirs, expected))
         assert not same(ours.params, params)
 
 
@@ -312,7 +313,7 @@ def test_scalarized_descends_the_gradient_of_its_number(kind):
     values = losses({"w": w}, *batch)
     flat = torch.stack([values[name] for name in "abc"]) if kind == "plain" else values
     s(flat).backward()
-    torch.testing.assert_close(params["w"] - after.params["w"], w.grad, rtol=1e-5, atol=1e-6)
+    check_same(params["w"] - after.params["w"], w.grad)
     torch.testing.assert_close(info.weights, torch.func.jacrev(s)(flat.detach().double()))
 
 
@@ -378,8 +379,8 @@ def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(rule, shape):
     for _ in range(4):
         ours, info = fj.step(ours, *batch, engine="gramian", **how)
         theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
-        close(info, expected, rtol=1e-3, atol=1e-5)
-    close(ours, theirs, rtol=1e-3, atol=1e-5)
+        check_same(info, expected, torch.float32)
+    check_same(ours, theirs, torch.float32)
     assert not same(ours.params, params)
 
 
@@ -424,7 +425,7 @@ def test_auto_takes_the_gramian_engine_where_the_jacobian_is_large(engines, kind
         chosen, info = fj.step(state, *batch, **how)
         forced, other = fj.step(state, *batch, engine="jacobian", **how)
         assert engines == [expected, "jacobian"]
-        close((chosen, info), (forced, other), rtol=1e-4, atol=1e-5)
+        check_same((chosen, info), (forced, other), torch.float32)
         assert not same(chosen.params, state.params)
         bad = [x.index_fill(0, torch.tensor([1]), float("inf")) for x in batch]
         (after, flags), (_, others) = (fj.step(state, *bad, engine=e, **how) for e in ("auto", "jacobian"))
@@ -471,7 +472,7 @@ def test_a_rule_that_looks_at_the_gramian_starts_and_steps_without_a_jacobian(ru
         fj.step(state, *batch, **how)
     assert made.size <= 4 << 18  # what the parameters take
     jacobian, values = fj.jacobian_fn(losses)(params, *batch)
-    close(state.aggregator, start(how["aggregator"], jacobian, losses=values), rtol=1e-5, atol=1e-8)
+    check_same(state.aggregator, start(how["aggregator"], jacobian, losses=values))
 
 
 def test_a_guarded_update_chooses_as_select_does():
@@ -499,7 +500,7 @@ def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
     how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, x, y, scale=fj.scale_state(growth_interval=2, shape=(3,)), **how)
     batches = [(x * k, y) for k in (1.0, 1.0, torch.inf, 0.5, torch.nan, 1.0)]
-    close(*compiled_beside_eager(weighted_step, state, batches, how), rtol=1e-5, atol=1e-6)
+    check_same(*compiled_beside_eager(weighted_step, state, batches, how))
 
 
 @pytest.mark.inductor
@@ -511,7 +512,7 @@ def test_the_default_compiler_gives_the_numbers_of_eager(engine):
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
     torch._dynamo.reset()
     take = partial(fj.step, engine=engine)
-    close(torch.compile(take, fullgraph=True)(state, *batch, **how), take(state, *batch, **how), rtol=1e-4, atol=1e-5)
+    check_same(torch.compile(take, fullgraph=True)(state, *batch, **how), take(state, *batch, **how))
 
 
 def normed_tasks():
@@ -537,7 +538,7 @@ def test_replicas_by_vmap_equal_replicas_in_a_loop(name):
     stack = lambda *leaves: torch.stack(leaves)
     alone = [take(state, *own) for state, own in zip(replicas, zip(*batches, strict=True), strict=True)]
     together = torch.vmap(take)(tree_map(stack, *replicas), *batches)
-    close(together, tree_map(stack, *alone), rtol=1e-4, atol=1e-5)
+    check_same(together, tree_map(stack, *alone), torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -611,10 +612,10 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
     expected = fj.step(state, *batch, **how)
     torch._dynamo.reset()
     compiled = torch.compile(partial(fj.step, **how), backend="aot_eager", fullgraph=True)
-    close(compiled(state, *batch), expected, rtol=1e-4, atol=1e-5)
+    check_same(compiled(state, *batch), expected)
     two = tree_map(lambda x: torch.stack([x, x]), state)
     replicas = torch.vmap(partial(fj.step, **how), in_dims=(0, None))(two, *batch)
-    close(tree_map(lambda x: x[1], replicas), expected, rtol=1e-4, atol=1e-5)
+    check_same(tree_map(lambda x: x[1], replicas), expected)
     assert set(engines) == {"gramian"}
     assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == "gramian"
 
@@ -661,7 +662,7 @@ def test_batches_of_other_sizes_take_two_graphs(kind, rule, sizes):
     for n in sizes:
         larger = [x.repeat(4, *[1] * (x.ndim - 1))[:n] for x in batch]
         larger[0] = larger[0] * factors[:n, None]
-        close(compiled(state, *larger), fj.step(state, *larger, **how), rtol=1e-5, atol=1e-6)
+        check_same(compiled(state, *larger), fj.step(state, *larger, **how))
     assert counter.frame_count <= 2
 
 
