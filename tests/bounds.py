@@ -169,7 +169,7 @@ def differences(f: Callable[[Tensor], Tensor], x: Tensor, step: float = 2.0**-14
     """The derivatives of f at x, by central differences."""
     steps = step * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
     slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * step) for e in steps], dim=-1)
-    return slopes.reshape(*slopes.shape[:-1], *x.shape)
+    return slopes.reshape((*slopes.shape[:-1], *x.shape))
 
 
 def check_derivatives(found: Tensor, f: Callable[[Tensor], Tensor], x: Tensor, condition: float = 1.0) -> None:
