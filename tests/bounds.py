@@ -126,13 +126,14 @@ def check_products(found: Tensor, rows: Tensor, others: Tensor, dtype: torch.dty
     check_within(found, rows.double() @ others.double().mT, 2**10 * eps(dtype) * lengths)
 
 
-def check_same(found: Any, expected: Any, dtype: torch.dtype | None = None) -> None:
+def check_same(found: Any, expected: Any, dtype: torch.dtype | None = None, roundings: int = 2**8) -> None:
     """Two pytrees hold the same, to a few hundred roundings of the largest entry of a leaf.
 
     Args:
         found: what was computed in another way, or on a device.
         expected: what it is compared with.
         dtype: the least precise dtype that is computed in, unless results tell.
+        roundings: how many of them.
     """
     leaves, structure = tree_flatten(found)
     others, other_structure = tree_flatten(expected)
@@ -151,7 +152,7 @@ def check_same(found: Any, expected: Any, dtype: torch.dtype | None = None) -> N
             continue
         # What cancels, such as the gradient of a bias before a norm, leaves rounding of what was added up.
         unit = max(eps(each) for each in (y.dtype, dtype or y.dtype))
-        bound = unit * (2**8 * size(y) + 4 * largest)
+        bound = unit * (roundings * size(y) + 4 * largest)
         torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=bound, equal_nan=True)
 
 

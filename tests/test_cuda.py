@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from bounds import check_stable, check_within, eps, product_bound
+from bounds import check_same, check_stable, check_within, eps, product_bound
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -224,7 +224,7 @@ def test_a_step_is_that_of_the_cpu():
     alone, _ = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
     state = fj.train_state(on_gpu(params), *on_gpu(batch), **how)
     there, _ = fj.step(state, *on_gpu(batch), **how)
-    close(tree_map(lambda leaf: leaf.cpu(), there.params), alone.params, rtol=1e-9, atol=1e-12)
+    check_same(tree_map(lambda leaf: leaf.cpu(), there.params), alone.params)
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
@@ -318,7 +318,7 @@ def _rank(rank, file):
     engine = distributed.replicated()
     state = fj.train_state(on_gpu(params), *part, engine=engine, **how)
     found, _ = fj.step(state, *part, engine=engine, **how)
-    close(tree_map(lambda leaf: leaf.cpu(), found.params), whole.params, rtol=1e-9, atol=1e-12)
+    check_same(tree_map(lambda leaf: leaf.cpu(), found.params), whole.params)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import optree
 import pytest
 import torch
-from bounds import check_within, eps
+from bounds import check_same, check_within, eps
 from numpy.polynomial import Chebyshev
 from pages import blocks, typed
 from torch.nn import functional
@@ -218,7 +218,8 @@ def test_the_schedule_is_that_of_torch(shown):
     for steps in range(1001):
         if steps % 50 in (0, 49):
             found = float(shown["schedule"](torch.tensor(steps)))
-            assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-5, abs=1e-10)
+            expected = optimizer.param_groups[0]["lr"]
+            assert abs(found - expected) <= 64 * eps(torch.float32) * (expected + 1e-5)  # a cosine near its end cancels
         optimizer.step()
         original.step()
 
@@ -307,12 +308,11 @@ def test_the_whole_of_trunk_and_heads_is_what_autograd_finds(shown):
         for p, direction in zip(model.trunk.parameters(), found.direction, strict=True):
             p.grad = direction
         optimizer.step()
-    torch.testing.assert_close(
-        {**state.params["shared"], **state.buffers["trunk"]}, dict(model.trunk.state_dict()), rtol=1e-4, atol=1e-5
-    )
+    ordered = lambda named: dict(sorted(named.items()))
+    check_same(ordered(state.params["shared"] | state.buffers["trunk"]), ordered(model.trunk.state_dict()))
     for name, head in model.heads.items():
         ours = {**state.params["heads"][name], **state.buffers["heads"][name]}
-        torch.testing.assert_close(ours, dict(head.state_dict()), rtol=1e-4, atol=1e-5)
+        check_same(ordered(ours), ordered(head.state_dict()))
     assert torch.equal(state.buffers["key"], key)
     assert not torch.equal(state.params["shared"]["0.weight"], shown["pieces"]["shared"]["0.weight"])
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import check_within, eps, product_bound
 from gramian_by_hand import Largest, rows_of_parts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +63,7 @@ def test_blocks_equal_rows_by_hand(m, positions, groups, o, i, kind, pixels, den
         parts.append(numbers(m, *leaf.shape, seed=seed + 7, dtype=dtype))
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean, cached)
-        agree(parts, leaf, m, 1e-5 if dtype == torch.float32 else 1e-12)
+        agree(parts, leaf, m, 64 * eps(torch.float32) if dtype == torch.float32 else 2**12 * eps())
 
 
 def test_a_leaf_that_nothing_reaches_has_rows_of_zeros():
@@ -76,7 +77,7 @@ def test_a_leaf_that_nothing_reaches_has_rows_of_zeros():
 def test_sizes_leave_no_trace(size, lean, monkeypatch):
     priced(monkeypatch, lean, 64)
     left, right = numbers(3, 4, 1, 5, dtype=torch.float32), numbers(3, 4, 1, 6, seed=1, dtype=torch.float32)
-    agree([Factors(left * size, right)], torch.zeros(5, 6), 3, 1e-5)
+    agree([Factors(left * size, right)], torch.zeros(5, 6), 3, 64 * eps(torch.float32))
 
 
 @PRICES
@@ -170,5 +171,5 @@ def test_pairs_beside_the_diagonal_are_computed_once_and_right(m, positions, gro
     f = Factors(numbers(m, positions, groups, 3), numbers(m, positions, groups, 2, seed=1))
     rows = rows_of_parts([f], torch.Size([groups * 3, 2]), m)
     gramian = products._inner_products(f, m)
-    assert torch.allclose(gramian, rows @ rows.mT, rtol=1e-9, atol=1e-9 * float((rows @ rows.mT).abs().max()))
-    assert torch.allclose(gramian, gramian.mT, rtol=1e-12)
+    check_within(gramian, rows @ rows.mT, product_bound(rows, rows.mT))
+    check_within(gramian, gramian.mT, product_bound(rows, rows.mT))
