@@ -16,8 +16,8 @@ LEFT = {
     "fronts": (3, "how far steps of a given size lead"),
     "random": (2, "shares of bits, five deviations wide"),
     "reports": (2, "how far training has come"),
-    "evidence": (13, "tables are printed with few digits, and trainings of other orders of sums compared"),
-    "benchmarks": (3, "other methods end within their own tolerance"),
+    "evidence": (12, "tables are printed with few digits, and trainings of other orders of sums compared"),
+    "benchmarks": (2, "other methods end within their own tolerance"),
     ".": (3, "how far training has come, and the 1e-6 that torch adds to a norm by which it divides"),
 }
 """By folder, how many there may be, and why. A number may only fall."""
