@@ -21,7 +21,7 @@ from functional_jd.optimizers.base import (
     no_steps,
     on_shards,
 )
-from functional_jd.torch_compat.torch_internals import under_functorch
+from functional_jd.torch_compat.torch_internals import has_values, under_functorch
 
 _ENTRYWISE = {
     getattr(torch.optim, name): None
@@ -30,7 +30,7 @@ _ENTRYWISE = {
 """The classes of torch.optim that update every entry by itself, so that shards may be updated one by one."""
 
 _COUNTS_ON_HOST = ("cpu", "mps", "meta")
-"""The types of the devices on which classes of torch.optim do not take `capturable=True`."""
+"""The types of devices on which classes of torch.optim do not take `capturable=True`."""
 
 
 @displayed_as(outline)
@@ -49,31 +49,27 @@ class TorchState(NamedTuple):
 def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     """Turn a class of `torch.optim` into a pair of pure functions; every step equals that of the class.
 
-    A class of `torch.optim` creates its state in the first step, which may differ from later ones (momentum with
-    dampening). So `update` computes a first and a later step on copies, and selects one with `where`, without reading
-    values. It costs two steps; `sgd` and `adamw` cost one.
+    The first step of a class may differ from later ones (momentum with dampening). So `update` computes both on copies,
+    and selects one with `where`. It costs two steps; `sgd` and `adamw` cost one.
 
     Args:
         cls: a class such as `torch.optim.Adam`; all tensors that it changes must be in its `state`.
         hyper: its keyword arguments, the same for all leaves; `by_label` makes groups. `lr` is a number, a tensor `[]`,
             or a schedule of the number of steps taken so far; no other is a tensor. On an accelerator,
-            `capturable=True` keeps the step count and the rate on the device, for classes that support it; others read
-            a rate that is a tensor.
+            `capturable=True` keeps step count and rate on the device; classes without it read a rate that is a tensor.
 
     Returns:
         An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
-        TypeError: in `init`, a class that keeps state that is not a tensor, or changes its param groups, and what the
-            class raises: for other arguments, for a missing closure (LBFGS), for dense gradients (SparseAdam).
-        ValueError: under a `torch.func` transform, as `torch.optim` works in place; with sharded parameters, a class
-            that looks at whole tensors, such as Adafactor.
+        TypeError: in `init`, a class that keeps other state than tensors, or changes its param groups; what it raises.
+        ValueError: under a `torch.func` transform; with sharded parameters, a class that looks at whole tensors, such
+            as Adafactor; float16 parameters of Adam, whose eps is zero there.
 
     Guarantees:
         Pure. A skipped step does not advance the schedule. Compiles with a graph break.
 
     Example:
-        >>> optimizer = from_torch(torch.optim.Adam, lr=1e-3)
         >>> warmed_up = from_torch(torch.optim.RAdam, lr=lambda steps: 1e-3 * ((steps + 1) / 100).clamp(max=1))
     """
     given: Any = cls
@@ -101,6 +97,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         optimizer = _instance(cls, hyper, rate, leaves, zeros, [{} for _ in leaves])
         before = [_settings(group) for group in optimizer.param_groups]
         optimizer.step()
+        for x in optimizer.param_groups[0]["params"]:  # of a direction of zero
+            if x.dtype == torch.float16 and has_values(x) and not x.isfinite().all():
+                refuse("params", "of a dtype in which eps is not zero", x, "Keep them in float32.", ValueError)
         entries = _entries(optimizer)
         unsupported = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
         if before != [_settings(group) for group in optimizer.param_groups]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import functional_jd as fj
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map
 from functional_jd.optimizers.adamw import adamw, fused_adamw_op
 from functional_jd.optimizers.adapters import from_torch, from_transformation
@@ -197,6 +198,20 @@ def test_low_precision_adamw_is_fused_torch_adamw_within_a_rounding(dtype, road)
         check_within(mine, theirs, eps(dtype) * (2 * theirs.abs() + 1e-2))  # a step is a hundredth
     wide = torch.float32 if dtype == torch.float16 else dtype  # squares of directions below 2e-4 are zero in float16
     assert {leaf.dtype for leaf in tree_leaves((state.first, state.second))} == {wide}
+
+
+def test_adam_of_torch_raises_for_float16_where_its_eps_is_zero():
+    """Else a step without a direction makes NaN of the parameters, and is reported as taken."""
+    params = {"w": torch.ones(2), "v": torch.ones(2).half()}
+    with pytest.raises(ValueError, match=r"params must be of a dtype in which eps is not zero.*float16"):
+        from_torch(torch.optim.Adam, lr=1e-3).init(params)
+    how = {"losses": lambda p: (1e-4 * p["v"]).square().sum() + 0 * p["w"].sum(), "aggregator": fj.mean()}
+    how["optimizer"] = from_torch(torch.optim.Adam, lr=1e-3, eps=1e-4)
+    with pytest.warns(UserWarning, match="float16"):
+        state = fj.train_state(params, **how)
+    state, info = fj.step(state, **how)
+    assert info.moved
+    assert state.params["v"].isfinite().all()
 
 
 def test_adamw_raises_for_averages_in_float16_by_name():
