@@ -196,7 +196,8 @@ def test_rules_with_options_obey_the_laws_of_transforms(name, options):
 
 
 def test_every_rule_of_the_package_stands_in_the_table():
-    assert {module.name for module in pkgutil.iter_modules(aggregators.__path__)} == RULES.keys()
+    pairs = {"alternating"}  # a rule and an optimizer, which have tests of their own
+    assert {module.name for module in pkgutil.iter_modules(aggregators.__path__)} - pairs == RULES.keys()
 
 
 def test_no_law_is_both_claimed_and_denied_and_all_are_by_claim():

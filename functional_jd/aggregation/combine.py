@@ -17,6 +17,7 @@ from functional_jd.core.rows import (
     inner_products,
     joined,
     magnitudes,
+    per_row,
     row_count,
     squared_norms,
     weighted_rows,
@@ -248,3 +249,29 @@ def _summed(weights: Tensor, matrix: Tensor) -> Tensor:
     """The weighted sum of rows `[m, n]`, in the dtype of the weights, of which no copy of all rows is made."""
     blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
     return torch.cat([weighted_rows(weights, block.to(weights.dtype)) for block in blocks]).to(matrix.dtype)
+
+
+def zero_rows(jacobian: Jacobian) -> Tree:
+    """Zeros like the Jacobian, at least float32: the average before the first call."""
+    return tree_map(lambda leaf: torch.zeros_like(at_least_float32(leaf)), jacobian)
+
+
+def next_average(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) -> Tree:
+    """The next moving average, `keep rows_i + factors_i J_i`: `keep` is float64 `[]`, `factors` `[m]`."""
+
+    def average(old: Tensor, leaf: Tensor) -> Tensor:
+        return keep.to(old.dtype) * old + per_row(factors, leaf).to(old.dtype) * leaf
+
+    return tree_map(average, rows, jacobian)
+
+
+def average_as_weights(rows: Tree, keep: Tensor, factors: Tensor, weights: Tensor) -> Tree:
+    """The sum `sum_i weights_i (keep rows_i + factors_i J_i)` of averages, as weights of the current rows J: a pytree
+    like the `rows` before, with `AffineWeights` for every leaf.
+    """
+
+    def affine(leaf: Tensor) -> AffineWeights:
+        rest = ((weights * keep).to(leaf.dtype) @ as_matrix(leaf)).reshape(leaf.shape[1:])
+        return AffineWeights(per_row(weights * factors, leaf), rest)
+
+    return tree_map(affine, rows)

@@ -43,12 +43,6 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
     Returns:
         A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`. When called, it
         raises ValueError for a name that is no key of the parameters.
-
-    Example:
-        >>> rule = aggregation.from_part(upgrad(), ["last"])
-        >>> jacobian = {"first": torch.eye(2), "last": torch.tensor([[2.0, 0.0], [-1.0, 1.0]])}
-        >>> aggregate(rule, jacobian).weights
-        tensor([0.7500, 1.0000], dtype=torch.float64)
     """
     check_rule(rule)
     if not isinstance(names, list | tuple) or not names:

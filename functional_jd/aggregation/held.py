@@ -33,15 +33,6 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.
-
-    Example:
-        >>> params, x = {"w": torch.ones(3)}, torch.tensor([[1.0, 2.0, 0.0], [-1.0, 1.0, 1.0]])
-        >>> losses = lambda params, x: (x @ params["w"] - 1).square()
-        >>> fresh, repeated = held(upgrad())
-        >>> method = {"losses": losses, "optimizer": sgd(0.1)}
-        >>> state = train_state(params, x, aggregator=fresh, **method)
-        >>> for i in range(16):
-        ...     state, info = step(state, x, aggregator=repeated if i % 8 else fresh, **method)
     """
     check_rule(rule)
 

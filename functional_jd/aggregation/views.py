@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_type, described, here
-from functional_jd.core.float64 import has_float64
+from functional_jd.core.float64 import has_float64, on_wide_device
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import copied
 from functional_jd.core.names import objective_names
@@ -325,3 +324,10 @@ def loss_count(losses: Losses) -> int:
     if not leaves:
         raise ValueError(f"{here()}: expected at least one loss, found none. Pass what the loss function returned.")
     return sum(leaf.numel() for leaf in leaves)
+
+
+def row_norms(jacobian: Jacobian) -> Tensor:
+    """The norms of the rows: float64 `[m]`, summed in float64. A row of zeros has derivative zero."""
+    matrices = [on_wide_device(as_matrix(leaf)) for leaf in tree_leaves(jacobian)]
+    leaves = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in matrices]
+    return torch.linalg.vector_norm(torch.stack(leaves), dim=0)

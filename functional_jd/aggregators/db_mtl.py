@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, jacobian_and_losses
-from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.views import row_norms
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless
 from functional_jd.core.tree import tree_leaves

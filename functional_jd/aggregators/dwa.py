@@ -39,12 +39,6 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
 
     Source:
         Liu, Johns & Davison, End-to-end multi-task learning with attention, CVPR 2019, equation 7.
-
-    Example:
-        >>> state = aggregate(dwa(), torch.eye(2), losses=torch.tensor([1.0, 2.0])).state
-        >>> state = dwa_end_epoch(state)  # of a TrainState: state._replace(aggregator=dwa_end_epoch(state.aggregator))
-        >>> aggregate(dwa(), torch.eye(2), state, losses=torch.tensor([1.0, 1.0])).weights
-        tensor([1., 1.], dtype=torch.float64)
     """
     temperature = number("temperature", temperature, POSITIVE, "The default is 2.")
 

@@ -28,10 +28,9 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         Never conflicts. For alpha = 1 invariant to scaling a row, with a direction of norm `sqrt(m)`; else the
         direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J. The residual is at rounding for alpha
         from 0.1 to 10 and norms spread over 1e12; beyond, a weight may be too large, but below 1e-60 of the sum of all
-        `w norms`. Below 0.02, derivatives may be zero.
-        A stationary Jacobian (a convex combination of the unit rows is zero, within 1e-7; within 1e-4 for some with
-        `alpha >= 5`) has no solution. Weights are 0 for `alpha >= 1`, and if no direction gains. For `alpha < 1` the
-        direction of largest utility is accurate to `eps^(1 / (1 + alpha))`: 1e-14 for 0.1, 6e-9 for 0.9.
+        `w norms`. Below 0.02, derivatives may be zero. A stationary Jacobian (a convex combination of the unit rows is
+        zero, within 1e-7; within 1e-4 for some with `alpha >= 5`) has no solution: weights are 0 for `alpha >= 1`, and
+        if no direction gains. For `alpha < 1` the direction is accurate to `eps^(1 / (1 + alpha))`.
 
     Source:
         Ban & Ji, ICML 2024, arXiv 2402.15638, equation 4. The authors' code minimises the square of `G w - w^(-1 /

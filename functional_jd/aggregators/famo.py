@@ -47,12 +47,6 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
     Source:
         Liu, Feng, Stone & Liu, NeurIPS 2023, arXiv 2306.03792, algorithm 1; the authors' code for Adam, with a decay of
         1e-5. No 1e-8 is added to the losses.
-
-    Example:
-        >>> losses = lambda params: (params - torch.tensor([1.0, -1.0])).square()
-        >>> method = {"losses": losses, "aggregator": famo(), "optimizer": sgd(0.1)}
-        >>> state, info = step(train_state(torch.zeros(2), **method), **method)
-        >>> state = state._replace(aggregator=famo_after_step(state.aggregator, losses(state.params)))
     """
     rate = number("rate", rate, NOT_NEGATIVE, "The default is 0.025.")
     decay = number("decay", decay, NOT_NEGATIVE, "The default is 0.001.")

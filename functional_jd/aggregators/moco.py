@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian, jacobian_and_losses
-from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.views import row_norms
 from functional_jd.core.arguments import ABOVE_0_TO_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import nan_unless, nonzero
 from functional_jd.core.types import Jacobian, Tree
@@ -34,8 +35,7 @@ def moco(
         beta: weight of new rows in the average, in (0, 1].
         gamma: step size of the weights, in units of one over a squared loss; not negative.
         rho: regularisation towards uniform weights, in units of a squared loss; not negative.
-        beta_sigma: exponent of the decay of `beta` over the calls, not negative.
-        gamma_sigma: exponent of the decay of `gamma` over the calls, not negative.
+        beta_sigma, gamma_sigma: exponents of the decay of `beta` and `gamma` over the calls, not negative.
 
     Returns:
         A rule that needs the full Jacobian and the losses. Its weights are a pytree like the Jacobian with leaves

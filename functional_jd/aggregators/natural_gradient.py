@@ -28,21 +28,14 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
     Guarantees:
         With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm, up to a
         residual of about `eps cond(J)^2`; singular values below `sqrt(8 m eps)` of the largest count as zero.
-        Cholesky's decomposition adds a ridge of `8 m eps` of the largest diagonal entry. The part of the residuals that
-        no step reduces gives weights of its size by the damping, whose rounding enters the direction. On the CPU, the
-        pseudo-inverse leaves that part out if it matters; under a transform, compiled, and on a GPU take a damping of a
-        hundred times `m eps` of the largest eigenvalue or more. The heads of `multitask` losses follow the sum of their
-        residuals: use a plain function.
+        Cholesky's decomposition adds a ridge of `8 m eps` of the largest diagonal entry. On the CPU, the pseudo-inverse
+        leaves out the part of the residuals that no step reduces; under a transform, compiled, and on a GPU take a
+        damping of a hundred times `m eps` of the largest eigenvalue or more. The heads of `multitask` losses follow the
+        sum of their residuals: use a plain function.
 
     Source:
         Müller & Zeinhofer, ICML 2023, arXiv 2302.13163; solved in the space of residuals, as Chen & Heyl, arXiv
         2302.01941 (minSR), and Goldshlager, Abrahamsen & Lin, arXiv 2401.10190.
-
-    Example:
-        >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)
-        >>> residuals = per_example(lambda params, x, y: x @ params["w"] - y)
-        >>> method = {"losses": residuals, "aggregator": natural_gradient(), "optimizer": sgd(1.0)}
-        >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
     """
     check_flag("relative", relative)
     damping = number("damping", damping, NOT_NEGATIVE, "The default is 1e-3.")

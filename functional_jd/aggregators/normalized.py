@@ -34,10 +34,6 @@ def normalized(rule: Aggregator, by: Literal["norm", "loss", "both"] = "norm") -
     Source:
         Li et al., Gradient-adaptive policy optimization, ACL 2025, arXiv 2507.01915, for `mgda`; the choices of Sener &
         Koltun, NeurIPS 2018, whose code gives the weights of the divided rows to the rows themselves.
-
-    Example:
-        >>> aggregate(normalized(mgda()), torch.tensor([[100.0, 0.0], [0.0, 1.0]])).direction
-        tensor([0.5000, 0.5000])
     """
     inner = check_within(rule)
     check_option("by", by, ("norm", "loss", "both"), 'The default is "norm".')

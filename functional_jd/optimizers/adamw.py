@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import BELOW_1, check_number, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copy_each
 from functional_jd.core.record_display import displayed_as, outline
@@ -25,6 +24,7 @@ from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
+    check_betas,
     check_settings,
     copy_with_strides,
     current_rate,
@@ -99,12 +99,7 @@ def adamw(
     """
     check_settings(tensors=_TENSORS, lr=lr, eps=eps, weight_decay=weight_decay)
     are_numbers = not (isinstance(eps, Tensor) or isinstance(weight_decay, Tensor))  # which the fused kernel reads
-    pair: Any = betas
-    if not isinstance(pair, tuple | list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        refuse("betas", "a pair of numbers", pair, "Usual values are (0.9, 0.999).")
-    for index, beta in enumerate(betas):
-        check_number(f"betas[{index}]", beta, BELOW_1, "Usual values are (0.9, 0.999).", "a number in [0, 1)")
-    b1, b2 = betas
+    b1, b2 = check_betas(betas)
 
     def init(params: Params) -> AdamwState:
         zeros = lambda p: torch.zeros_like(p, dtype=torch.float32 if p.dtype == torch.float16 else None)

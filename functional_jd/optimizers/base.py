@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scalar, here
+from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, check_number, check_scalar, here, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
@@ -69,6 +69,15 @@ def check_settings(*, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
             check_number(name, value, NOT_NEGATIVE, cure, expected)
 
 
+def check_betas(betas: Any) -> tuple[float, float]:
+    """Two shares that moving averages keep."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        refuse("betas", "a pair of numbers", betas, "Usual values are (0.9, 0.999).")
+    for index, beta in enumerate(betas):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        check_number(f"betas[{index}]", beta, BELOW_1, "Usual values are (0.9, 0.999).", "a number in [0, 1)")
+    return betas[0], betas[1]
+
+
 def on_shards(update: Callable[..., tuple[Params, Tree]], *given: Any) -> tuple[Params, Tree]:
     """An update of single entries, `update(*first, direction, state, params)`, of sharded params: it is called with
     this rank's shards, and what it returns has the layouts of params and state.
@@ -86,8 +95,7 @@ def on_shards(update: Callable[..., tuple[Params, Tree]], *given: Any) -> tuple[
 
 
 def no_steps(params: Params) -> Tensor:
-    leaves, _ = floating_leaves(params)
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+    return torch.zeros((), dtype=torch.int64, device=floating_leaves(params)[0][0].device)
 
 
 def current_rate(lr: LearningRate, steps: Tensor) -> Any:

@@ -6,7 +6,8 @@ from bounds import eps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.views import row_norms
 from functional_jd.testing.strategies import jacobians
 
 LIKE = {"w": torch.zeros(2, 2), "b": torch.zeros(())}

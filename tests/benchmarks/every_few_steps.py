@@ -20,7 +20,8 @@ from functional_jd.random import key, normal, permutation, split
 
 SEEDS, EPOCHS, BATCH = 5, 8, 64
 RULES = {"mean": jd.mean, "upgrad": jd.upgrad, "config": jd.config, "imtl_g": jd.imtl_g}
-EVERY = {"mean": (1,), "upgrad": (1, 8, 32), "config": (1, 8, 32), "imtl_g": (1, 8, 32)}
+ALTERNATING = "alternating(config())"
+EVERY = {"mean": (1,), "upgrad": (1, 8, 32), "config": (1, 8, 32), ALTERNATING: (1,), "imtl_g": (1, 8, 32)}
 
 
 class Problem(NamedTuple):
@@ -82,8 +83,15 @@ def digit_and_brightness(seed: int) -> Problem:
 
 def trained(problem: Problem, name: str, every: int, seed: int) -> tuple[dict[str, float], float]:
     """The figures after training with a rule every so many steps, and the seconds that the steps took."""
-    fresh, repeated = jd.held(RULES[name]()) if every > 1 else (RULES[name](),) * 2
-    method = {"losses": problem.losses, "optimizer": jd.adamw(5e-3, eps=1e-20)}
+    optimizer = jd.adamw(5e-3, eps=1e-20)
+    if name == ALTERNATING:
+        first = problem.losses(problem.params, *(x[:BATCH] for x in problem.data))
+        fresh, trunk = jd.aggregators.alternating(jd.config(), len(first), lr=5e-3, eps=1e-20)
+        optimizer = jd.by_label({"shared": trunk, "heads": optimizer}, lambda name, _: name.split(".")[0])
+        repeated = fresh
+    else:
+        fresh, repeated = jd.held(RULES[name]()) if every > 1 else (RULES[name](),) * 2
+    method = {"losses": problem.losses, "optimizer": optimizer}
     state = jd.train_state(problem.params, *(x[:BATCH] for x in problem.data), aggregator=fresh, **method)
     count, seconds = 0, 0.0
     for epoch_key in split(key(100 + seed), EPOCHS):
@@ -101,7 +109,7 @@ def main() -> None:
     """Print one table per problem: medians over the seeds."""
     torch.set_num_threads(1)
     for build in (two_digits, digit_and_brightness):
-        cases = [(name, every) for name in RULES for every in EVERY[name]]
+        cases = [(name, every) for name in EVERY for every in EVERY[name]]
         found: dict[tuple[str, int], list[tuple[dict[str, float], float]]] = {case: [] for case in cases}
         for seed in tqdm(range(SEEDS), desc=build.__name__):
             problem = build(seed)

@@ -41,6 +41,12 @@ OPTIMIZERS = {
         lambda: {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1},
         kinds({"lr"}),
     ),
+    "alternating": _optimizer(
+        lambda **hyper: jd.aggregators.alternating(**hyper)[1],
+        {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE},
+        lambda: {"rule": jd.upgrad(), "objectives": 2, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8},
+        kinds({"lr"}),
+    ),
     "from_torch": _optimizer(
         jd.from_torch, {"lr": NOT_NEGATIVE}, lambda: {"cls": torch.optim.SGD, "lr": 0.1}, kinds({"lr"})
     ),

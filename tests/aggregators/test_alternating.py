@@ -1,0 +1,202 @@
+"""Alternating: one objective a step, beside the algorithm written out, the authors' figures, and torch's Adam."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from bounds import check_within, eps
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functional_jd as jd
+from functional_jd import aggregators
+from functional_jd.core.tree import tree_leaves, tree_map
+
+TARGETS = torch.tensor([[1.0, 0.0, -1.0], [0.0, 2.0, 1.0], [-2.0, 1.0, 0.5]], dtype=torch.float64)
+WEIGHTS = torch.tensor([1.0, 4.0, 0.25], dtype=torch.float64)
+START = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
+
+
+def distances(w):
+    return WEIGHTS.to(w) * (w - TARGETS.to(w)).square().sum(1)
+
+
+def method(rule, m=3, losses=distances, **hyper):
+    aggregator, optimizer = aggregators.alternating(rule, m, **({"lr": 0.1} | hyper))
+    return {"losses": losses, "aggregator": aggregator, "optimizer": optimizer}
+
+
+def train(steps, how, start=START, *batch, take=None):
+    state = jd.train_state(start, *batch, **how)
+    for _ in range(steps):
+        state, _ = (take or partial(jd.step, **how))(state, *batch)
+    return state
+
+
+def test_the_steps_are_those_of_the_authors_operator():
+    """`PseudoMomentumOperator` of conflictfree with `ConFIGOperator`, run on this problem at a rate of 0.1."""
+    figures = {
+        2: [0.5, -1.5, 2.0],
+        3: [0.400000000123, -1.40000000004, 1.90000000004],
+        6: [0.102550347148, -1.10055017875, 1.60129123401],
+        12: [-0.433461890566, -0.515973539732, 1.02039745607],
+    }
+    for steps, figure in figures.items():
+        found = train(steps, method(jd.config())).params
+        check_within(found, torch.tensor(figure, dtype=torch.float64), 2**16 * eps())  # as many digits as are printed
+
+
+@given(st.integers(2, 4), st.sampled_from([jd.mean, jd.upgrad, jd.config]), st.integers(0, 2**16))
+def test_it_is_the_algorithm_of_the_paper(m, rule, seed):
+    rng, n, steps, b1, b2 = np.random.default_rng(seed), 5, 7, 0.8, 0.95
+    A, b = rng.normal(size=(m, n)), rng.normal(size=m)
+    losses = lambda w: (torch.as_tensor(A) @ w - torch.as_tensor(b)).square()
+    x, averages, first, second, t = rng.normal(size=n), np.zeros((m, n)), 0.0, 0.0, 0
+    start = torch.as_tensor(x.copy())
+    for k in range(steps):
+        i = k % m
+        averages[i] = b1 * averages[i] + (1 - b1) * 2 * (A[i] @ x - b[i]) * A[i]
+        if k + 1 >= m:
+            t += 1
+            rows = [averages[j] / (1 - b1 ** len(range(j, k + 1, m))) for j in range(m)]
+            d = jd.aggregate(rule(), torch.as_tensor(np.stack(rows))).direction.numpy()
+            before, first = first, (1 - b1**t) * d
+            second = b2 * second + (1 - b2) * ((first - b1 * before) / (1 - b1)) ** 2
+            x = x - 0.1 * d / (np.sqrt(second / (1 - b2**t)) + 1e-3)
+    found = train(steps, method(rule(), m, losses, betas=(b1, b2), eps=1e-3), start).params
+    # A step divides by at least 1e-3 what is as large as the gradients, up to 1e3, and rules lose a few digits.
+    check_within(found, torch.as_tensor(x), 2**20 * eps())
+
+
+@given(st.integers(0, 2**16))
+def test_with_one_objective_it_is_adam(seed):
+    draw = torch.Generator().manual_seed(seed)
+    target = torch.randn(4, generator=draw, dtype=torch.float64)
+    own = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([own], lr=0.1)
+    for _ in range(6):
+        adam.zero_grad()
+        (own - target).square().sum().backward()
+        adam.step()
+    losses = lambda w: (w - target).square().sum().reshape(1)
+    found = train(6, method(jd.mean(), 1, losses), torch.zeros(4, dtype=torch.float64))
+    # The squares come from a difference of averages, which loses a factor 1 / (1 - b1) and grows with the quotients.
+    check_within(found.params, own.detach(), 2**12 * eps())
+
+
+def test_a_step_is_one_backward_pass_whatever_the_rule():
+    passes = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            passes.append(1)
+            return gradient
+
+    how = method(jd.config(), losses=lambda w: distances(Counted.apply(w)))
+    state = jd.train_state(START, **how)
+    for _ in range(4):
+        passes.clear()
+        state, info = jd.step(state, **how)
+        assert len(passes) == 1
+    assert info.weights.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_losses_may_be_the_one_whose_turn_it_is():
+    one = lambda w, k: {"now": distances(w)[k]}
+    how = method(jd.config(), losses=one)
+    state = jd.train_state(START, 0, **how)
+    for k in range(7):
+        state, _ = jd.step(state, k % 3, **how)
+    assert torch.equal(state.params, train(7, method(jd.config())).params)
+
+
+@pytest.mark.parametrize("spoiled", [0, 1, 2])
+def test_a_skipped_step_takes_no_turn_and_moves_the_scale_of_no_other(spoiled):
+    losses = lambda w, factor: distances(w) * factor
+    how = method(jd.upgrad(), losses=losses)
+    fine = torch.ones(3, dtype=torch.float64)
+    state = jd.train_state(START, fine, scale=jd.scale_state(2.0**10, shape=(3,)), **how)
+    for _ in range(4):
+        state, _ = jd.step(state, fine, **how)
+    again, info = jd.step(state, torch.where(torch.arange(3) == spoiled, torch.nan, fine), **how)
+    assert info.finite.tolist() == [k != spoiled for k in range(3)]
+    for old, new in zip(tree_leaves(state), tree_leaves(again._replace(scale=state.scale)), strict=True):
+        assert torch.equal(old, new)
+    assert jd.step(again, fine, **how)[1].weights.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_it_trains_the_trunk_of_multitask_losses():
+    torch.manual_seed(0)
+    start = {"shared": torch.randn(2, 3, dtype=torch.float64), "heads": {"a": torch.ones(2), "b": torch.ones(2)}}
+    start = tree_map(lambda x: x.double(), start)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    losses = jd.multitask(
+        lambda shared, x: x @ shared.mT,
+        lambda heads, h, x: {k: (h @ heads[k] - i).square().mean() for i, k in enumerate(heads)},
+    )
+    aggregator, trunk = aggregators.alternating(jd.config(), 2, lr=0.1)
+    by_part = jd.by_label({"shared": trunk, "heads": jd.sgd(0.0)}, lambda name, leaf: name.split(".")[0])
+    state = train(5, {"losses": losses, "aggregator": aggregator, "optimizer": by_part}, start, x)
+    plain = lambda shared, x: losses({"shared": shared, "heads": start["heads"]}, x)
+    expected = train(5, method(jd.config(), 2, plain), start["shared"], x)
+    check_within(state.params["shared"], expected.params, 2**12 * eps())
+    assert torch.equal(state.params["heads"]["a"], start["heads"]["a"])
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_compiled_steps_are_the_same(backend):
+    how = method(jd.upgrad(), losses=lambda w, x: distances(w + x))
+    take = jd.compiled(partial(jd.step, **how), backend=backend)
+    found = train(6, how, START, torch.tensor(0.5), take=take)
+    check_within(found.params, train(6, how, START, torch.tensor(0.5)).params, 2**10 * eps())
+
+
+def test_transforms_go_through_its_steps():
+    last = lambda rate: train(5, method(jd.upgrad(), lr=rate)).params.square().sum()
+    rate, by = torch.tensor(0.1, dtype=torch.float64), 2.0**-16
+    slope = torch.func.grad(last)(rate)
+    difference = (last(rate + by) - last(rate - by)) / (2 * by)
+    check_within(slope, difference, 2**10 * by**2 * (1 + slope.abs()))
+    tangent = torch.func.jvp(last, (rate,), (torch.ones_like(rate),))[1]
+    check_within(tangent, slope, 2**10 * eps() * (1 + slope.abs()))
+    rates = torch.tensor([0.05, 0.1, 0.2], dtype=torch.float64)
+    check_within(torch.vmap(last)(rates), torch.stack([last(r) for r in rates]), 2**10 * eps())
+
+
+def test_a_rule_keeps_its_memory_and_low_precision_its_averages():
+    rule = jd.pcgrad(jd.random.key(0))
+    state = train(5, method(rule))
+    assert not torch.equal(
+        tree_leaves(state.optimizer.memory)[0], tree_leaves(train(4, method(rule)).optimizer.memory)[0]
+    )
+    optimizer = aggregators.alternating(jd.upgrad(), 3)[1]
+    params, averages = optimizer.update(START.half(), optimizer.init(START.half()), START.half())
+    assert params.dtype == torch.float16
+    assert averages.averages.dtype == averages.second.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"rule": jd.uw()}, "alternating: rule must be a rule that needs no losses"),
+        ({"objectives": 0}, "alternating: objectives must be an integer of at least 1, found 0"),
+        ({"betas": (0.9, 1.0)}, r"alternating: betas\[1\] must be"),
+        ({"lr": -1.0}, "alternating: lr must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(hyper, message):
+    with pytest.raises(ValueError, match=message):
+        aggregators.alternating(**({"rule": jd.mean(), "objectives": 3} | hyper))
+
+
+def test_other_losses_and_the_parameters_of_multitask_losses_are_refused():
+    with pytest.raises(ValueError, match="objectives must be 3, the number of losses, found 2"):
+        train(1, method(jd.mean(), 2))
+    with pytest.raises(ValueError, match="params must be those of the trunk of multitask losses"):
+        method(jd.mean())["optimizer"].init({"shared": START, "heads": START})
