@@ -24,7 +24,7 @@ from problems import PROBLEMS
 from study_cells import Cell, digits, tuned
 from study_format import points, signed, spelled, table
 from study_pictures import FAINT, INK, LEAST, SETTINGS, WORSE
-from study_rules import backward_passes, methods_for
+from study_rules import Method, backward_passes, methods_for
 from study_statistics import REFERENCE, Difference, difference
 from study_training import LOOKS, Trained, draws_of
 from torch import Tensor
@@ -36,7 +36,8 @@ REPORT = Path(__file__).with_name("REPORT.md")
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- begin: made by tests/evidence, optimizers -->", "<!-- end: optimizers -->"
 DEVELOPMENT = ("tumours", "diabetes", "helmholtz", "fairness", "bandit", "unbalanced", "units", "two_digits")
-METHODS = (REFERENCE, "mean", "upgrad", "config", "nash_mtl", "unit_sum")
+METHODS = (REFERENCE, "mean", "upgrad", "config", "nash_mtl", "unit_sum", "alternating")
+ALTERNATING = "alternating"  # of `config`; it has an optimizer of its own, like Adam
 DRAWS = 5
 Cells = dict[str, Cell]
 
@@ -96,13 +97,18 @@ OPTIMIZERS: dict[str, Callable[[Any], jd.Optimizer]] = {"SGD": sgd, "AdamW": ada
 
 def keys() -> list[tuple[str, str, str]]:
     """Problem, optimizer and method of every cell."""
-    return [(problem, name, method) for problem in DEVELOPMENT for name in OPTIMIZERS for method in METHODS]
+    every = [(problem, name, method) for problem in DEVELOPMENT for name in OPTIMIZERS for method in METHODS]
+    return [(problem, name, method) for problem, name, method in every if method != ALTERNATING or name == "AdamW"]
 
 
 def cell_of(problem: Any, optimizer: str, method: str, draws: Any, steps: int) -> Cell:
     """Train one method under one optimizer with all rates; test scores after all steps, and after as many passes."""
-    chosen = methods_for(problem.m)[method]
-    runs, order, top = tuned(problem, chosen, draws, steps, OPTIMIZERS[optimizer])
+    if method == ALTERNATING:
+        build = lambda lr: jd.aggregators.alternating(jd.config(), problem.m, lr=lr, eps=1e-20)
+        chosen, own = Method(lambda _: build(0.0)[0]), lambda rate: build(rate)[1]
+    else:
+        chosen, own = methods_for(problem.m)[method], OPTIMIZERS[optimizer]
+    runs, order, top = tuned(problem, chosen, draws, steps, own)
     passes = backward_passes(chosen.build, problem.m)
     return {
         "steps": digits(chosen_by_validation(runs, LOOKS)),
@@ -152,7 +158,7 @@ def against(cells: Cells, problem: str, optimizer: str, method: str, at: str) ->
 
 def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float | None:
     """The score of the best rule less that of the worst, with all losses on one scale: without `mean` as they come."""
-    found = [cells.get(f"{problem}/{optimizer}/{m}") for m in METHODS if m not in ("mean", "upgrad")]
+    found = [cells.get(f"{problem}/{optimizer}/{m}") for m in METHODS if m not in ("mean", "upgrad", ALTERNATING)]
     scores = [mean(cell[at]) for cell in found if cell]
     return max(scores) - min(scores) if len(scores) == len(found) else None
 
@@ -202,6 +208,7 @@ WORDS = """Differences to standardised sums under the same optimizer, in hundred
 in five draws. In brackets: on how many problems the 95 % interval leaves out 0, better / worse. In the picture, a dot is a
 problem, a bar the mean; dots below -20 are drawn at -20.
 
+- `alternating(config(), m)` has an optimizer of its own, which is like Adam: it stands in the columns of AdamW.
 - *Equal passes*: a rule that takes m backward passes a step takes 1 / m of the steps.
 - *Spread of rules*: the best less the worst of standardised sums, `config()`, `nash_mtl()` and *unit_sum*, the mean over problems.
   The results of these four do not depend on units."""  # noqa: E501 - pages are wider
@@ -264,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
             problem = PROBLEMS[name].build()
             draws = draws_of(problem, 2)
             for optimizer in OPTIMIZERS:
-                for method in METHODS:
+                for method in [m for p, o, m in keys() if (p, o) == (name, optimizer)]:
                     cell = cell_of(problem, optimizer, method, draws, 40)
                     print(f"{name:10} {optimizer:6} {method:13} {mean(cell['steps']):.3f}", flush=True)
         return

@@ -43,7 +43,12 @@ RULES: dict[str, Build] = {
 # Rules whose direction turns when the unit of one loss changes.
 ON_UNITS = ("upgrad", "aligned_mtl", "mgda", "cagrad", "pcgrad", "gradnorm", "stch", "uw", "imtl_l", "dwa")
 
-SPELLED = {"cagrad": "cagrad(0.5)", "fairgrad": "fairgrad(2)", "trimmed_mean": "trimmed_mean(trim)"}
+SPELLED = {
+    "alternating": "alternating(config(), m)",
+    "cagrad": "cagrad(0.5)",
+    "fairgrad": "fairgrad(2)",
+    "trimmed_mean": "trimmed_mean(trim)",
+}
 
 
 def unit_sum() -> Aggregator:
