@@ -55,7 +55,7 @@ def bare_tolerances(tree):
             if any(word in name_of(node.func) for word in COMPARING):
                 found |= {given.lineno for given in node.args[1:] if small(given)}
         elif isinstance(node, ast.Dict):
-            named = [getattr(key, "value", None) in NAMES for key in node.keys]
+            named = [getattr(key, "value", None) in ("atol", "rtol") for key in node.keys]
             found |= {value.lineno for value, tells in zip(node.values, named, strict=True) if tells and small(value)}
         elif isinstance(node, ast.Assert):
             sides = [(c.ops, c.comparators) for c in ast.walk(node.test) if isinstance(c, ast.Compare)]
