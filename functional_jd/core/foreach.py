@@ -11,8 +11,8 @@ from functional_jd.torch_compat.torch_internals import private, under_transform
 _times: Any = private("_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [x * factor for x in leaves])
 _copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given: list(map(Tensor.copy_, to, given)))
 
-# Leaves of up to so many elements are looked at together on a CPU.
-_SMALL = 1 << 10
+# Leaves of up to so many elements are looked at together; on an accelerator all, if they have no more together: 4 MB.
+_SMALL, _SMALL_ELSEWHERE = 1 << 10, 1 << 20
 # Tensors of up to so many elements are joined for one `torch.where`.
 _CHOSEN = 1 << 14
 
@@ -23,6 +23,8 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
     if not values:
         return None
     if not (values[0].is_cpu or under_transform()):
+        if sum(x.numel() for x in values) <= _SMALL_ELSEWHERE and len({x.dtype for x in values}) == 1 < len(values):
+            values = [torch.cat([_flat(x) for x in values])]
         if len(values) == 1:
             return torch.linalg.vector_norm(values[0], torch.inf)
         # Without the flag, torch takes the tensors of a tracer one by one. Other devices may not know `foreach`.
@@ -41,6 +43,11 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
             return joined.abs().amax()
         extrema.extend(torch.aminmax(joined))
     return torch.stack(extrema).abs().amax()
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The elements in any order, of a matrix or its transpose without a copy."""
+    return (x.mT if x.ndim == 2 and not x.is_contiguous() else x).reshape(-1)
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:

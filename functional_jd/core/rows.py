@@ -20,8 +20,9 @@ _CACHED, _CACHED_ELSEWHERE = 1 << 17, 1 << 25
 HALVE_FROM = 128
 # On an accelerator, rows of so many elements are joined, so that one launch serves several leaves: 16 MB.
 _JOINED_ELSEWHERE = 1 << 22
-# Of many rows, a block has at least so many columns, and twice as many as rows: adding up the m^2 results of narrow
-# blocks costs more than the products.
+# Of many rows, a block has at least so many columns, and twice as many as rows: where the m^2 results leave the cache,
+# putting together and adding up those of narrow blocks costs more than the products. At m = 1500 and n = 2273, blocks
+# of 1024 columns take twice as long.
 LEAST_WIDTH = 1 << 10
 
 
@@ -107,7 +108,7 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     found: list[tuple[Tensor, list[int]]] = []
     for places in neighbours(kinds, widest_join(len(matrices[0]), matrices[0].is_cpu) if matrices else 0):
         own = slice(places[0], places[-1] + 1)
-        found.append((matrices[places[0]] if len(places) == 1 else torch.cat(matrices[own], 1), widths[own]))
+        found.append((_side_by_side(matrices[own]), widths[own]))
     return found
 
 
@@ -129,6 +130,21 @@ def neighbours(kinds: Sequence[tuple[Any, int]], limit: int) -> list[list[int]]:
 def widest_join(m: int, on_host: bool) -> int:
     """How many columns of m rows are joined at most."""
     return max(LEAST_WIDTH, 2 * m if on_host else _JOINED_ELSEWHERE // max(1, m))
+
+
+def _side_by_side(matrices: list[Tensor]) -> Tensor:
+    """Matrices as one: a view if they are the columns of one, as rows are that were joined and divided by a scale."""
+    first, width = matrices[0], 0
+    if len(matrices) == 1:
+        return first
+    if first.is_cpu or under_transform() or any(x.requires_grad or type(x) is not Tensor for x in matrices):
+        return torch.cat(matrices, 1)
+    start, memory, strides = first.storage_offset(), first.untyped_storage().data_ptr(), first.stride()
+    for x in matrices:
+        if x.untyped_storage().data_ptr() != memory or x.stride() != strides or x.storage_offset() != start + width:
+            return torch.cat(matrices, 1)
+        width += x.shape[1]
+    return first.as_strided((len(first), width), strides)
 
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
