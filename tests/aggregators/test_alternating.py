@@ -8,6 +8,7 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated import simulated
 
 import functional_jd as jd
 from functional_jd import aggregators
@@ -167,6 +168,22 @@ def test_transforms_go_through_its_steps():
     check_within(tangent, slope, 2**10 * eps() * (1 + slope.abs()))
     rates = torch.tensor([0.05, 0.1, 0.2], dtype=torch.float64)
     check_within(torch.vmap(last)(rates), torch.stack([last(r) for r in rates]), 2**10 * eps())
+
+
+def test_an_accelerator_takes_the_same_steps_and_a_capture_of_one():
+    def run(put, device=None):
+        targets = put(TARGETS)
+        how = method(jd.upgrad(), losses=lambda w: (w - targets).square().sum(1))
+        scale = put(jd.scale_state(2.0**10, shape=(3,)))
+        state = jd.train_state(put(START), scale=scale, **how)
+        for _ in range(6):
+            state, _ = jd.step(state, **how)
+        if device:
+            device.capturing = True
+        return jd.step(state, **how)[0].params
+
+    with simulated() as device:
+        assert torch.equal(device.get(run(device.put, device)), run(lambda x: x))
 
 
 def test_a_rule_keeps_its_memory_and_low_precision_its_averages():
