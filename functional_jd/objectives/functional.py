@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from threading import get_ident
 from types import FunctionType, ModuleType
@@ -104,7 +104,7 @@ class _Applied:
                 f"functional: expected parameters with shapes, found that {lazy[0]!r} gets its own when the module "
                 "first runs. Call the module once before."
             )
-        _refuse_fully_sharded(module)
+        _refuse_fully_sharded(module.modules())
         self.parts = ModuleParts(module)
         return self.parts
 
@@ -124,7 +124,7 @@ class _Applied:
             with UnchangedParameters(given):
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
         else:
-            _refuse_fully_sharded(self.module)
+            _refuse_fully_sharded(part for part, _ in parts.contents)
             before = _marks(params.values())
             output = self._called(parts, Call(given, own, {}), inside, args, kwargs)
             if before != (marks := _marks(params.values())):
@@ -174,12 +174,12 @@ class _Applied:
         return output
 
 
-def _refuse_fully_sharded(module: nn.Module) -> None:
+def _refuse_fully_sharded(parts: Iterable[nn.Module]) -> None:
     """Refuse a module whose hooks gather parameters of its own, whatever it is given."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it there are none, and it takes long to import
     if fsdp is None:
         return
-    for part in module.modules():
+    for part in parts:
         if isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
             raise ValueError(
                 f"functional: expected a module without the hooks of fully_shard, found {type(part).__name__}, which "

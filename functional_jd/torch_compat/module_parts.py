@@ -1,6 +1,7 @@
 """The parts of a module: where they hold tensors, and whether they are still the same."""
 
 from collections import OrderedDict, defaultdict, deque
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ class Place(NamedTuple):
 
 
 class ModuleParts:
-    """The parts of a module, read once: where its tensors stand, its embeddings, and its recurrent layers."""
+    """The parts of a module, read once: where its tensors stand, at several places if they are shared; its embeddings,
+    with the names of their weights; the names of the parameters of recurrent layers; and the ids of all parts.
+    """
 
     def __init__(self, module: nn.Module):
         self.param_names = [name for name, _ in module.named_parameters()]
@@ -44,6 +47,9 @@ class ModuleParts:
             named[id(x)] for part in parts.values() if isinstance(part, nn.RNNBase) for x in part.parameters(False)
         }
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
+        # What every module has mostly stands first, and holds no tensors of the forward pass.
+        own = [tuple(islice(vars(part), len(_STANDARD))) == _STANDARD for part in ordinary]
+        self.attributes = [(vars(part), len(_STANDARD) * first) for part, first in zip(ordinary, own, strict=True)]
         self.contents = [(part, _contents(part)) for part in ordinary]
         self.buffers = [
             (part, home, set(home), {name for name, x in home.items() if x is not None})
@@ -72,11 +78,11 @@ class ModuleParts:
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
         found: list[Tensor] = []
-        for part, _ in self.contents:
-            for name, value in vars(part).items():
+        for attributes, start in self.attributes:
+            for name, value in islice(attributes.items(), start, None):
                 if value.__class__ is Tensor:
                     found.append(value)
-                elif value.__class__ in _CONTAINERS and value and name not in _STANDARD:
+                elif value.__class__ in _CONTAINERS and value and (start or name not in _STANDARD):
                     found += _tensors_in(value)
         return found
 
@@ -115,4 +121,4 @@ def _tensors_in(container: Any) -> list[Tensor]:
 
 _LONG = 1000
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, deque))
-_STANDARD = frozenset(vars(nn.Module()))
+_STANDARD = tuple(vars(nn.Module()))
