@@ -159,7 +159,7 @@ def tested(params: dict[str, Any], test: tuple[Tensor, Tensor]) -> list[float]:
 
 
 def table(reports: dict[str, Report]) -> str:
-    """Return the results as a text table, one column per rule, and what they show."""
+    """Return the results as a text table, one column per rule, and a summary."""
     labels = ["after training", *RESULTS, "skipped steps", *(f"final scale, {name}" for name in NAMES)]
     columns = [
         [

@@ -31,7 +31,7 @@ class Aggregator(NamedTuple):
     Builders raise TypeError or ValueError for hyper-parameters that do not fit. A hyper-parameter of another length
     than the number of objectives, or a view that lacks losses or batches, raises when the rule is called.
 
-    Of the rules of this package, unless their page says otherwise: weights are float64 `[m]`. They are differentiable
+    For the rules of this package, unless their page says otherwise: weights are float64 `[m]`. They are differentiable
     with respect to all that the rule receives, its state and its hyper-parameters. A hyper-parameter is a number, or a
     tensor `[]`; one number per objective is a sequence, or a tensor `[m]`, which is copied. Input that is not finite
     gives weights, and a state, that are not finite: keep the previous state, as `step` does. Off the CPU,
@@ -175,7 +175,7 @@ def _updated(aggregator: Aggregator, received: Any, state: Tree) -> tuple[Weight
 def apply_rule(
     aggregator: Aggregator, received: Any, state: Tree, seen: Observation | None = None, *, fixed: bool = True
 ) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule, from what its view receives of an observation. An objective whose loss
+    """The weights and the next state of a rule, from the data that its view receives. An objective whose loss
     is exactly 0, with a row of zeros, is absent: what the rule remembers of it stays. The caller switches autocast off.
 
     Raises ValueError for a state of another rule, or for other objectives: if `update` raises or drops it, and if it is
@@ -226,7 +226,7 @@ def absent_objectives(seen: Observation) -> Tensor:
 
 
 def unless(absent: Tensor, square: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """What chooses the old numbers of absent objectives `[m]`; `square`: `[m, m]` has a row and a column for each."""
+    """Chooses the old numbers of absent objectives `[m]`; `square`: `[m, m]` has a row and a column for each."""
 
     def chosen(before: Tensor, after: Tensor) -> Tensor:
         if not after.is_floating_point() or after.shape[:1] != absent.shape:

@@ -72,7 +72,7 @@ def weights_to_sum(
     """Weights `[m]` of rows with this Gramian, and the same in the dtype in which to sum: float64 where they cancel or
     cannot be looked at for nothing, and for rows in float64; else float32.
 
-    Where autograd is to sum, in the dtype of the rows, weights that cancel are replaced by smaller ones.
+    If autograd is to sum, in the dtype of the rows, weights that cancel are replaced by smaller ones.
     """
     if isinstance(products, dict) and isinstance(weights, dict):
         pairs = {key: weights_to_sum(own, products[key], leaves) for key, own in weights.items()}

@@ -42,7 +42,7 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
 
     Returns:
         A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`. When called, it
-        raises ValueError for a name that is no key of the parameters.
+        raises ValueError for a name that is not a key of the parameters.
     """
     check_rule(rule)
     if not isinstance(names, list | tuple) or not names:

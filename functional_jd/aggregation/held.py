@@ -1,4 +1,4 @@
-"""A rule every few steps: a pair of rules with one state, of which the second repeats the weights of the first."""
+"""A rule every few steps: a pair of rules with one state. The second repeats the weights of the first."""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         that the state was started with.
 
     Raises:
-        TypeError, ValueError: `rule` is no rule with weights `[m]`; `repeated` without a state of `fresh`.
+        TypeError, ValueError: `rule` is not a rule with weights `[m]`; `repeated` without a state of `fresh`.
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.

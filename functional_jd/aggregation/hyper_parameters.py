@@ -1,4 +1,4 @@
-"""What rules share: one number per objective, where a rule is solved, orders of a key, and a projection."""
+"""Parts that rules share: one number per objective, where a rule is solved, orders of a key, and a projection."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -110,7 +110,7 @@ def _as_tensor(given: Any) -> Tensor:
 
 
 def _dtype_beside(rows: Tensor) -> torch.dtype:
-    """float64, but beside float32 on an accelerator, which may have no float64."""
+    """float64, but next to float32 on an accelerator, which may have no float64."""
     return torch.float64 if rows.is_cpu else torch.promote_types(rows.dtype, torch.float32)
 
 

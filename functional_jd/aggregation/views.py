@@ -40,7 +40,7 @@ _NEEDS: dict[Need, str] = {
 
 
 class View:
-    """What a rule receives: data, and a function of the Jacobian.
+    """The input of a rule: data, and a function of the Jacobian.
 
     `view(jacobian, *others, losses=None)` returns it for rows that are known, with leaves `[m, *p]`; of a
     `MultitaskJacobian`, for `shared`.
@@ -94,7 +94,7 @@ class View:
 
     @property
     def needs(self) -> str:
-        """What the rule needs, in words."""
+        """The needs of the rule, in words."""
         by_group = " of each group" if self.groups else ""
         return _NEEDS[self.products] + by_group + " and the losses" * (self.losses and self.products != "none")
 
@@ -198,7 +198,7 @@ def _for_each(seen: Observation, number: Callable[[int], float]) -> Tensor:
 
 @_view("none")
 def equal_weights(seen: Observation) -> Tensor:
-    """As `no_gradients`, with 1/m in the place of zeros: one launch for the weights, and not two."""
+    """As `no_gradients`, with 1/m instead of zeros: one launch for the weights, and not two."""
     return _for_each(seen, lambda m: 1 / m)
 
 
@@ -215,7 +215,7 @@ def losses(seen: Observation) -> Tensor:
 def gramian(seen: Observation) -> Gramian:
     """The inner products of the rows, `G = J J'`: float64 `[m, m]`, symmetric.
 
-    Products and sums are in float64: those of float32 numbers are exact, and norms of 1e-30 or 1e30 are no trouble.
+    Products and sums are in float64: those of float32 numbers are exact, and norms of 1e-30 or 1e30 do not matter.
     """
     if isinstance(seen.products, Tensor):
         return seen.products

@@ -32,7 +32,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
 
     Guarantees:
         The same state gives the same random numbers on every device and under every transform, for a tree and for its
-        flattened rows. Without a leak the expected direction is `total()`, up to 2^-24. Entries on which all rows agree
+        flattened rows. Without a leak the expected direction is `total()`, up to 2^-24. Entries of one sign in all rows
         are never dropped. Scale-equivariant.
 
     Source:

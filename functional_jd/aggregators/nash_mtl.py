@@ -30,7 +30,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights are positive, but 0 for rows of zeros and where there is no solution;
+        A rule that needs the Gramian. Weights are positive, but 0 for rows of zeros and without a solution;
         twice differentiable.
 
     Guarantees:

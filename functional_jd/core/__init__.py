@@ -1,1 +1,1 @@
-"""What is a value? Names of values, pytrees, rows, representations, and what ranks have in common."""
+"""Names of values, pytrees, rows, representations, and agreement of ranks."""

@@ -23,8 +23,8 @@ _FIRST, _BITS = 1000, 24
 def check_alike(parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
     """Raise ValueError, on all ranks, unless each part has the same description on all: one exchange of digests.
 
-    `parts` are named by what must be alike, as many on all ranks; `least` finds the smallest values over the ranks;
-    `device` is where their collectives take tensors.
+    `parts` are named by the thing that must be alike, their number is the same on all ranks; `least` finds the smallest
+    values over the ranks; `device` is where their collectives take tensors.
     """
     digests = [_digest(repr(part)) for part in parts.values()]
     found = least(torch.tensor([[digest, -digest] for digest in digests], device=device)).tolist()
@@ -56,8 +56,8 @@ def means_if_alike(
     """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
 
     What is sent first has one size and one dtype, whatever the values are: with other numbers of them, ranks would not
-    come to be told. More than 1000 values take a second message. `parts` are one or two, as many on all ranks. If they
-    differ, all ranks raise ValueError; on an accelerator, for which nobody waits, the means are NaN.
+    come to be told. More than 1000 values take a second message. `parts` are one or two, the same number on all
+    ranks. If they differ, all ranks raise ValueError; on an accelerator, without a wait, the means are NaN.
     """
     sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
     first, rest = sent[:_FIRST], sent[_FIRST:]
@@ -85,7 +85,7 @@ def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
 
 
 def description(value: Any, keys: bool = True, waiting: bool = True, depth: int = 0) -> Any:
-    """What ranks that build a value alike have in common: names of functions, classes and modules, numbers, tensors.
+    """The common parts of ranks that build a value alike: names of functions, classes and modules, numbers, tensors.
 
     The package's own functions count by what they capture too. `keys`: int64 tensors `[2]` count by their values;
     `waiting`: so do those on an accelerator, which waits for it.
@@ -130,7 +130,7 @@ def function_names(value: Any, of_users: bool = True, depth: int = 0) -> list[st
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a rule, an optimizer or a part of one is made of: entries, arguments, and what own functions capture."""
+    """The parts of a rule, an optimizer or a part of one: entries, arguments, and captures of own functions."""
     if isinstance(value, Mapping):
         return list(cast("Mapping[Any, Any]", value).values())
     if isinstance(value, list | tuple):

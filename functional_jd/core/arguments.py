@@ -1,4 +1,4 @@
-"""Checks of arguments, by their types and never by what a tensor holds: one way to say what was expected and found."""
+"""Checks of arguments, by their types and never by values of tensors, with one form of errors."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ _SHOWN = 60
 
 
 def described(value: Any) -> str:
-    """Return a value in a few words, for errors: a number as it is, a tensor by its dtype and shape, else the type."""
+    """Return a value in a few words, for errors: a number itself, a tensor by its dtype and shape, else the type."""
     if isinstance(value, Tensor):
         unusual = "" if value.layout == torch.strided else f" ({str(value.layout).removeprefix('torch.')})"
         return f"{value.dtype} {list(value.shape)}{unusual}"
@@ -76,7 +76,7 @@ def is_size(value: Any) -> bool:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False: the truth of an array, or of a string, is seldom what was meant."""
+    """Refuse all but True and False: the truth of an array, or of a string, is seldom meant."""
     if not isinstance(value, bool):
         refuse(name, "True or False", value, f"Pass {name}=True, or leave it out.")
 
@@ -138,7 +138,7 @@ def check_type(name: str, value: Any, kind: type, cure: str) -> None:
 
 
 def check_mapping(name: str, value: Any, cure: str) -> None:
-    """Refuse what is no dict by names."""
+    """Refuse all but a dict by names."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
         refuse(name, "a dict by names", value, cure)
 

@@ -16,11 +16,11 @@ def run_on_host(
     """`function(*inputs)`, computed on the host, with results on the accelerator of the inputs.
 
     There, what launches thousands of small kernels takes less than a millisecond, and may look at values. It costs one
-    synchronization and about three launches. Where the accelerator has no float64, what is floating is float64 on the
+    synchronization and about three launches. Without float64 on the accelerator, floating tensors are float64 on the
     host, and comes back in float32. `function` is not differentiated, but its results may require a gradient.
 
     Args:
-        inputs: pytrees of tensors, of which some stand on an accelerator.
+        inputs: pytrees of tensors, some on an accelerator.
         device: the accelerator, where it may be that no input stands there.
         apart: whether every result has memory of its own, which takes a launch each, as `torch.save` needs it.
     """

@@ -51,7 +51,7 @@ def names_or_indices(names: Any, m: int) -> list[str]:
     """Return the m given names, or the row indices for `names=None`.
 
     Raises:
-        TypeError: `names` is no list of names.
+        TypeError: `names` is not a list of names.
         ValueError: the number of names is not m.
     """
     if names is not None and (not isinstance(names, Iterable) or isinstance(names, _NO_NAMES)):

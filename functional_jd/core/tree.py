@@ -119,7 +119,7 @@ CONTAINERS = {*_DICTS, list, tuple}
 
 
 def detach_tree(tree: Tree) -> Tree:
-    """Return the pytree whose tensors are detached; leaves that are no tensors stay."""
+    """Return the pytree whose tensors are detached; other leaves stay."""
     leaves, structure = tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -177,7 +177,7 @@ def all_finite(tree: Tree) -> Tensor:
 
 
 def shards_of(tree: Tree) -> Tree:
-    """The pytree with this rank's shard in the place of each `DTensor`."""
+    """The pytree with this rank's shard instead of each `DTensor`."""
     return tree_map(shard_of, tree)
 
 
@@ -242,7 +242,7 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
 
 
 def _cure(params: Tree, leaf: Any) -> str:
-    """How a leaf that is no parameter becomes one."""
+    """How a leaf becomes a parameter."""
     if isinstance(leaf, torch.nn.Module | Iterator) or (isinstance(leaf, str) and isinstance(params, list)):
         return "Pass parameters by name: dict(module.named_parameters())."
     if isinstance(leaf, Tensor) and leaf.layout != torch.strided:

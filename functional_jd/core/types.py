@@ -41,7 +41,7 @@ class AffineWeights(NamedTuple):
     `direction = sum_i weights_i J_i + rest`
 
     Attributes:
-        weights: float64, `[m]`, or with as many dimensions as the leaf `[m, *p]`, to which they broadcast.
+        weights: float64, `[m]`, or broadcast to the leaf `[m, *p]`, with all its dimensions.
         rest: `[*p]`, at least float32.
     """
 
@@ -50,7 +50,7 @@ class AffineWeights(NamedTuple):
 
 
 class Declared:
-    """What `multitask` and `per_example` return: a dataclass of functions and settings, which wrappers must keep."""
+    """The result of `multitask` and `per_example`: a dataclass of functions and settings, which wrappers must keep."""
 
     def each(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
         """The same structure, with each of its functions wrapped."""

@@ -80,7 +80,7 @@ def diagnose(
         gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
-        `Diagnosis`. A matrix that is no Gramian, not symmetric or with a cosine beyond 1, raises on a CPU outside of
+        `Diagnosis`. A matrix that is not a Gramian, not symmetric or with a cosine beyond 1, raises on a CPU outside of
         transforms; elsewhere, for instance under vmap, its diagnosis is NaN.
 
     Guarantees:

@@ -1,4 +1,4 @@
-"""What is wrong with losses and their gradients, for loops by hand."""
+"""Faults of losses and of their gradients, for loops by hand."""
 
 from collections.abc import Collection
 from typing import Any
@@ -29,7 +29,7 @@ def blame(losses: LossFunction, params: Params, *batch: Any, scale: ScaleState |
         losses: as for `jacobian_fn`. With buffers, pass a function that holds them.
         params: as for `jacobian_fn`.
         batch: what the losses take after the parameters.
-        scale: the loss scale at which the step was skipped, `state.scale`.
+        scale: the loss scale of the step that was skipped, `state.scale`.
 
     Returns:
         A pytree like params, of `multitask` losses like `params["shared"]`, with bool `[m]`: whether the gradient of
@@ -66,7 +66,7 @@ def check(
 
     Args:
         losses: as for `step`, and so are `params`, `batch`, `buffers` and `has_aux`.
-        scale: the loss scale of the loop; None is no scaling.
+        scale: the loss scale of the loop; None: losses are not scaled.
         constant: as for `train_state`.
 
     Raises:

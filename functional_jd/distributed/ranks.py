@@ -1,4 +1,4 @@
-"""What ranks do outside of steps: weigh unequal parts of a batch, compare replicas, and leave."""
+"""Work of ranks outside of steps: weigh unequal parts of a batch, compare replicas, and leave."""
 
 import gc
 import sys

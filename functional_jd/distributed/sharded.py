@@ -31,7 +31,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
         Floating-point buffers are averaged, others are those of the first rank; aux is the rank's own.
 
     Raises:
-        TypeError: `losses` is not callable, or `mesh` is no mesh.
+        TypeError: `losses` is not callable, or `mesh` is not a mesh.
         ValueError: when called, leaves on another mesh or with other placements; `per_example` losses; a transform or
             torch.compile around the call; a parameter that no function gathers (see `reshard`); on
             all ranks, other rules, and losses that differ between them in names, numbers, shapes or dtypes, or use
@@ -39,7 +39,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
 
     Guarantees:
         Equal to the losses of the whole batch, to rounding, and so are its rows. One rank's overflow skips the step on
-        all. All ranks hold the same bits of what is plain.
+        all. All ranks hold the same bits of plain tensors.
 
     Differences:
         From `torch.distributed.fsdp.fully_shard`, which gathers module by module, and the next one ahead of time: here

@@ -20,7 +20,7 @@ MODES = ("auto", "vmap", "loop")
 
 
 def rows_at_once(mode: str, chunk_size: int | None) -> tuple[str, int | None]:
-    """The mode and the number of rows at once. Raises for an unknown mode, and for what is no number of rows."""
+    """The mode and the number of rows at once. Raises for an unknown mode, and for a wrong number of rows."""
     check_option("mode", mode, MODES, "'auto' chooses by shapes. For column by column call torch.func.jacfwd.")
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")

@@ -109,7 +109,7 @@ _INNER = "computing their inner products layer by layer"
 
 
 class _Room(NamedTuple):
-    """What a kind of device takes at once."""
+    """The amounts that a kind of device takes at once."""
 
     few: int  # up to so many rows, a loop is never slower than vmap
     between: int  # elements of the largest gradient between the layers, over all rows of a group

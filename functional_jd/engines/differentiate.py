@@ -281,8 +281,8 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         scale: a `ScaleState` or tensor, `[]`: the backward passes run at that scale, the products come out unscaled.
 
     Returns:
-        `f(params, batch_a, batch_b) -> C`, float64 `[m_a, m_b]`. Each batch is the tuple of what the losses take after
-        the parameters. For `multitask` losses the rows are those of the trunk.
+        `f(params, batch_a, batch_b) -> C`, float64 `[m_a, m_b]`. Each batch is the tuple of arguments after the
+        parameters. For `multitask` losses the rows are those of the trunk.
 
     Raises:
         TypeError: a batch that is not a tuple; what `gramian_fn` raises.

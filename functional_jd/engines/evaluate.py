@@ -79,7 +79,7 @@ def called(f: Callable[..., Any], args: tuple[Any, ...], plan: Plan, recorder: W
 
 
 def _refuse_none(values: Losses, path: tuple[str, ...] = ()) -> None:
-    """Refuse None in the place of a loss: other losses would move to its row."""
+    """Refuse None instead of a loss: other losses would move to its row."""
     if values is None:
         raise TypeError(
             f"{here()}: losses must be floating-point tensors, found None in {'.'.join(path) or 'value'!r}. Return the "
@@ -128,7 +128,7 @@ def element_count(tensors: list[Tensor]) -> int:
 
 
 def check_losses(losses: Any, argnums: Any, has_aux: Any) -> None:
-    """Refuse what is no function, no position of an argument, or no flag."""
+    """Refuse other things than a function, a position of an argument, and a flag."""
     check_function("losses", losses, "Pass losses(params, ...).")
     check_flag("has_aux", has_aux)
     several = isinstance(argnums, Sequence) and not isinstance(argnums, str)

@@ -1,4 +1,4 @@
-"""What is to be differentiated and how, each question answered once; and what an engine is."""
+"""The plan of a derivative, each question answered once, and the record of an engine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
         scale: float32 `[]` or `[m]`, what cotangents are multiplied by, and gradients divided by; or None.
         differentiable: whether a transform is active, or an input requires grad.
         mode: how rows are differentiated: `"auto"`, `"vmap"` or `"loop"`.
-        chunk_size: how many rows at once; None is no limit.
+        chunk_size: how many rows at once; None: all.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.
         products: the products of rows that are needed: `"gramian"`, squared `"norms"`, or their `"factors"`.
@@ -34,9 +34,9 @@ class Plan(NamedTuple):
         optimizer: where training starts, the optimizer, which all ranks must have alike.
         starting: whether training starts: several ranks compare what they are about to do.
 
-    Of a step only:
+    In a step only:
         losses: `losses(*args) -> (losses, (buffers, aux))`.
-        args: the parameters, and what follows them.
+        args: the parameters, and the arguments that follow.
         leaves: the leaves of the parameters.
         kind: the `Kind`: how engines differentiate these losses.
         view: the `View`: what the rule receives.
@@ -80,7 +80,7 @@ class Engine(NamedTuple):
     Attributes:
         observe: `observe(plan)` returns an `Observation`: the losses, what the rule needs, and the pullback of weights.
         check: `check(plan)` raises ValueError unless the engine gives the rule what it needs.
-        replicate: `replicate(tree)` returns the first replica's tensors on all; None: there are no replicas.
+        replicate: `replicate(tree)` returns the first replica's tensors on all; None: a single replica.
         place: `place()` returns the rank of this process among the replicas, and how many they are.
     """
 

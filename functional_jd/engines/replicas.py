@@ -305,7 +305,7 @@ def collective(kind: str, value: Tensor, group: Group) -> Tensor:
 
 
 def check_dense(tree: Tree) -> None:
-    """Refuse leaves that are no dense tensors."""
+    """Refuse leaves that are not dense tensors."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse("tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")

@@ -1,4 +1,4 @@
-"""What is differentiated: losses with a declared structure, modules as pure functions, trained and constant parts."""
+"""Differentiable functions: losses with a declared structure, modules as pure functions, trained and constant parts."""
 
 from functional_jd.objectives.functional import functional
 from functional_jd.objectives.over_shards import Sharded

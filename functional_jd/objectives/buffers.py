@@ -1,4 +1,4 @@
-"""Buffers: what losses carry from step to step beside the parameters, as an argument and a result."""
+"""Buffers: tensors that losses carry from step to step, as an argument and a result."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +38,7 @@ class CarryingLosses(NamedTuple):
 
 
 class FeaturesAndBuffers(NamedTuple):
-    """What a trunk with buffers returns: no row goes through the buffers, but derivatives of steps do."""
+    """The result of a trunk with buffers: no row goes through the buffers, but derivatives of steps do."""
 
     features: Tree
     buffers: Tree

@@ -81,7 +81,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
 
 
 class _Applied:
-    """What `functional` returns. A deep copy, alone or within what holds the module, is that of the copied module."""
+    """The result of `functional`. A deep copy, alone or with its module, is that of the copied module."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -189,7 +189,7 @@ def _refuse_fully_sharded(parts: Iterable[nn.Module]) -> None:
 
 
 def _marks(tensors: Any) -> list[Any]:
-    """What differs once a tensor was changed in place or was given other data."""
+    """Marks that differ once a tensor was changed in place or was given other data."""
     with torch_function_disabled():
         try:
             return [(change_count(x), x.data_ptr() if x.__class__ in PLAIN_TENSORS else 0) for x in tensors]

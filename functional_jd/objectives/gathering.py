@@ -160,7 +160,7 @@ def _shaped_as(leaf: Leaf) -> GatheredWhereUsed:
 
 
 class _Entered(Function):
-    """A leaf without numbers, instead of which every function gets the whole, made of this rank's shard."""
+    """A leaf without numbers, made of this rank's shard. Every function gets the whole instead."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, leaf: Leaf, gathers: Gathers) -> Tensor:  # noqa: ARG004

@@ -47,7 +47,7 @@ _WITHOUT_KERNEL = {"meta", "xla", "lazy", "ipu", "maia", "ve", "vulkan"}
 
 @displayed_as(outline)
 class AdamwState(NamedTuple):
-    """What `adamw` remembers.
+    """The state of `adamw`.
 
     Attributes:
         steps: int64 `[]`, the number of steps taken.

@@ -1,4 +1,4 @@
-"""The protocol of optimizers, and what `sgd` and `adamw` share."""
+"""The protocol of optimizers, and the parts that `sgd` and `adamw` share."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -29,8 +29,8 @@ class Optimizer(NamedTuple):
             not choose afterwards, which reads and writes everything once more.
         search: `search(losses_at, direction, state, params) -> (params, state)`, or None: the update of an optimizer
             that compares losses, such as `line_search`. `losses_at(params) -> losses` are those of the step, on its
-            batch and its buffers. A step calls it in the place of `update`.
-        sensitivity: the norm of a row for which updates add noise; None: they add none.
+            batch and its buffers. A step calls it instead of `update`.
+        sensitivity: the norm of a row that the noise of updates hides; None: they add none.
     """
 
     init: Callable[[Params], Tree]
@@ -41,7 +41,7 @@ class Optimizer(NamedTuple):
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer", cure: str = "") -> None:
-    """Refuse what is no optimizer, such as a builder that was not called."""
+    """Refuse all but an optimizer, such as a builder that was not called."""
     if not isinstance(optimizer, Optimizer):
         cure = cure or "adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
         found = type(optimizer).__name__

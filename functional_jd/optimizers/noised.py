@@ -65,9 +65,9 @@ def noised(
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
 
     Differences:
-        From Opacus: the key makes runs repeatable, and is no secure generator of random numbers. Nothing is accounted
-        for: give multiplier, sampling rate and number of calls, those of skipped steps too, to Opacus's accountants or
-        `dp_accounting`. Whether a step is skipped depends on the examples.
+        From Opacus: the key makes runs repeatable, and is not a secure generator of random numbers. Nothing is
+        accounted for: give multiplier, sampling rate and number of calls, those of skipped steps too, to Opacus's
+        accountants or `dp_accounting`. Whether a step is skipped depends on the examples.
 
     Example:
         >>> rule, optimizer = clipped(1.0), noised(sgd(0.1), random.key(0), 1.1, max_norm=1.0, batch_size=64)
@@ -108,7 +108,7 @@ def _noise(key: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_noise(optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
-    """Refuse what is no optimizer, no key, or no setting, in the name of the function that the user called."""
+    """Refuse other things than an optimizer, a key and settings, in the name of the function that the user called."""
     check_optimizer(optimizer, cure="sgd(0.1).")
     settings = {**others, "batch_size": batch_size}
     check_settings(tensors=tuple(settings), **settings)

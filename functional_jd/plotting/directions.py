@@ -48,7 +48,7 @@ def cone(
     Args:
         jacobian: pytree with leaves `[m, *p]`, with two or three entries per row; or any with at most three rows, which
             are drawn, with their lengths and angles, in an orthonormal basis of their span that begins with the first
-            row. Of a `MultitaskJacobian`, `shared`.
+            row. With a `MultitaskJacobian`, `shared`.
         rules: a mapping from names to rules; rules that compare batches get the same Jacobian twice.
         ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure.
         names: one per row; `None` uses the keys of `losses`, if they are a dict.

@@ -53,7 +53,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
 
     Guarantees:
         The dtype of every op is the same on every device and under vmap, grad, jacrev, jacfwd, jvp, vjp, hessian and
-        compile. Gradients come out in the dtype of what is differentiated (but `jacfwd` and `jvp` return the output's).
+        compile. Gradients come out in the dtype of the differentiated tensors (`jacfwd` and `jvp`: the output's).
         `with torch.autocast(device, enabled=False)` inside is float32, forward and backward: put `autocast` inside what
         is differentiated, `grad(autocast(f))`, so that the backward pass runs as its forward pass did.
         A weight used twice gets its gradients added in its own dtype. Same inputs, same bits.
@@ -63,7 +63,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         `gelu` too, which CUDA's autocast leaves alone, and `rms_norm`, which it leaves alone before torch 2.12.
 
     Differences:
-        Where the tables act, fft and matrix decompositions, which have no half-precision kernels on a CPU, are computed
+        If the tables act, fft and matrix decompositions, which have no half-precision kernels on a CPU, are computed
         in float32 too, and so are pools of three dimensions, batch_norm and instance_norm, which come back in their
         input's dtype. An inner `torch.autograd.grad` runs with autocast off. A `torch.vmap` inside `f`, on an
         accelerator, has the dtypes of native autocast under vmap: put `autocast` inside it. Parameters and buffers

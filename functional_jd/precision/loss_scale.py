@@ -72,7 +72,7 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     Args:
         state: a `ScaleState`, or a tensor `[]` or `[m]`.
         tree: for one scale, any pytree of floating-point tensors. For `[m]` scales, either losses with m elements in
-            leaf order, or rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is scaled.
+            leaf order, or rows with leaves `[m, *p]`. With a `MultitaskJacobian`, `shared` is scaled.
 
     Returns:
         The same structure; float16 and bfloat16 leaves become float32.
@@ -107,7 +107,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     Args:
         state: the `ScaleState`, or tensor `[]` or `[m]`, that was used for scaling, before `update_scale`.
         tree: for one scale, any pytree of floating-point tensors, such as a Jacobian or a direction. For `[m]` scales,
-            rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already: a
+            rows with leaves `[m, *p]`. With a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already: a
             non-finite value in them makes every `finite_i` false. Sparse leaves come back dense.
 
     Returns:
@@ -181,8 +181,8 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Args:
         state: `[]`, or `[m]`, in which every scale follows its own flag.
         finite: bool `[]` or `[m]`, as `unscale` returns it; one flag applies to all m scales.
-        losses_finite: bool `[]` or `[m]`, whether the losses themselves are finite. Where they are not, no scale would
-            have saved the step: it neither backs off nor grows, and the tracker stays. `None`: they are finite.
+        losses_finite: bool `[]` or `[m]`, whether the losses themselves are finite. If they are not, no scale would
+            have saved the step: scale and tracker stay. `None`: they are finite.
 
     Returns:
         The next `ScaleState`.

@@ -73,7 +73,7 @@ _OPERATOR = type(torch.ops.aten.mm)
 
 
 def compute_dtype(name: str, device: str, tensors: list[Tensor]) -> torch.dtype | None:
-    """What the op computes in; `None` leaves its tensors as they are."""
+    """The dtype in which the op computes; `None` keeps those of its tensors."""
     if name in HALF:
         return torch.get_autocast_dtype(device)
     if name in FLOAT32 or name in WIDE:

@@ -121,7 +121,7 @@ def _check(name: str, value: Any, cure: str) -> None:
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
-    """Create a scale of 1 that `update_scale` never changes, nor its tracker, for steps without loss scaling.
+    """Create a scale of 1 that `update_scale` never changes, for steps without loss scaling.
 
     Args:
         device: the device of the two tensors.

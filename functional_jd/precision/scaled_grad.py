@@ -22,7 +22,7 @@ def scaled_grad(
 
     Args:
         f: a function that returns a scalar, an energy for instance; with `has_aux`, `(scalar, aux)`.
-        factor: about 1 / the size of the gradients of the scalar with respect to what is computed in half precision,
+        factor: about 1 / the size of the gradients of the scalar with respect to the numbers in half precision,
             mostly 1 / the unit of the scalar; positive. A power of two rounds nothing. A number or a tensor `[]`.
         argnums: which arguments to differentiate, as for `torch.func.grad`.
         has_aux: whether `f` returns `(scalar, aux)`.

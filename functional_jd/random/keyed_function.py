@@ -58,7 +58,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
         The same key gives the same bits on one device: under vmap, grad, jvp and compile, for every row of a Jacobian,
         and where `torch.utils.checkpoint` runs a part of `f` again. On another device, they are equal to rounding.
         Under vmap, every key has its own numbers; a key that is not batched gives all elements the same. A `torch.vmap`
-        inside `f` does what its `randomness` says. torch's own generators are neither read nor moved.
+        inside `f` does what its `randomness` says. torch's own generators are not used.
 
     Source:
         The numbers are those of `uniform` and `normal`: SplitMix64 with a second round of mixing, whose increment is a

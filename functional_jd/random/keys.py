@@ -88,7 +88,7 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
     """The key of a number, such as a rank or the place of an example in the whole batch.
 
     Args:
-        key: int64 `[2]`. Do not draw with it, nor split it: fold other numbers into it.
+        key: int64 `[2]`. Do not draw with it or split it: fold other numbers into it.
         number: an integer from -2^63 to 2^63 - 1, or an int64 tensor `[]`.
 
     Returns:

@@ -40,7 +40,7 @@ def solve_by_products(matrix: Tensor, offset: Tensor, allowed: Tensor, tolerance
     the shapes, and the tolerance is relative to `1 + sum(s)`.
 
     Returns:
-        What was found. A solved problem meets the conditions to rounding, or its values are not finite.
+        The result. A solved problem meets the conditions to rounding, or its values are not finite.
     """
     rough = matrix.float()
     guess = guessed_multipliers(rough, offset.float(), allowed)

@@ -9,7 +9,7 @@ until no sign is wrong:
 
 No step increases the objective, so that no set F returns. Nothing needs an interior, which the dual cone of dependent
 rows lacks. At the end, chord steps refine s by M itself. If signs are wrong then, or residuals large, the tableau has
-lost its digits: it is made again from M, by the largest pivots first, and the method goes on from s.
+lost its digits: it is made again from M, by the largest pivots first, and the method starts again at s.
 
 `one_launch` has the same method for an accelerator.
 

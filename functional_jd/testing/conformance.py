@@ -196,7 +196,7 @@ def counterexample(
 
 
 def _check(rule: Any, laws: Any, jacobians: Any, hyper: Any, settings: Any) -> None:
-    """Refuse what is no rule, no builder of one, no law, no strategy, no range, or no settings of hypothesis."""
+    """Refuse other things than rules, their builders, laws, strategies, ranges, and settings of hypothesis."""
     for law in laws:
         check_function("laws", law, "Pass functions of functional_jd.testing, uncalled.")
     if jacobians is not None:

@@ -50,7 +50,7 @@ def states_of(rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...]
 
 
 def check_case(rule: Any, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
-    """Refuse what is no rule, what are no Jacobians of the same parameters and objectives, or not their losses."""
+    """Refuse other things than a rule, Jacobians of the same parameters and objectives, and their losses."""
     check_rule(rule)
     m = row_count(jacobian)
     for other in others:

@@ -90,7 +90,7 @@ def _jacobians(draw: st.DrawFn, rows: Size, columns: Size, dtype: torch.dtype, l
 
 
 def _check_size(name: str, size: Any) -> None:
-    """Refuse what is neither a number nor a minimum and a maximum."""
+    """Refuse all but a number, or a minimum and a maximum."""
     ends: Any = (size, size) if is_size(size) else size
     several = isinstance(ends, tuple | list) and len(ends) == 2 and all(map(is_size, ends))  # pyright: ignore[reportUnknownArgumentType]
     if not several or not 1 <= ends[0] <= ends[1]:

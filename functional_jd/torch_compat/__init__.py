@@ -1,1 +1,1 @@
-"""What must be done because torch is as it is."""
+"""Work around limits of torch."""

@@ -125,7 +125,7 @@ class OwnParameters(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError if it requires grad and is no leaf of the graph."""
+        """Raise ValueError if it requires grad and is not a leaf of the graph."""
         if self.used is None:
             roots = [y.node if isinstance(y, GradientEdge) else y.grad_fn for y in self.outputs]
             leaves = (getattr(node, "variable", None) for node in nodes_from(roots))

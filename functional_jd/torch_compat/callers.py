@@ -17,7 +17,7 @@ _SPEAK_FOR_OTHERS = {"require", "gramian", "norms", "cross_gramian", "full_jacob
 
 
 class SlowPathWarning(UserWarning):
-    """An engine gave up its fast way: the numbers are the same, the price is not."""
+    """An engine gave up its fast way: the numbers are the same, and it takes longer."""
 
 
 def here() -> str:

@@ -108,7 +108,7 @@ _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miop
 
 
 def base_of(node: Any) -> Any:
-    """What a node is a view of."""
+    """The node that a node is a view of."""
     while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node.target):
         node = node.args[0]
     return node

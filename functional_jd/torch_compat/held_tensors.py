@@ -18,8 +18,8 @@ _engine: Any = private("autograd.Variable._execution_engine", "backward passes o
 
 
 class Holder:
-    """What all functions of one module share: a lock that its thread may take again, for the time in which the module
-    holds other tensors than its own. Threads of autograd take it for the thread that waits for them.
+    """The shared part of all functions of one module: a lock that its thread may take again, while the module holds
+    other tensors than its own. Threads of autograd take it for the thread that waits for them.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Holder:
 
 
 def holder_of(module: nn.Module) -> Holder:
-    """What all functions of this module share."""
+    """The shared part of all functions of this module."""
     with _LOCK:
         return _HOLDERS.get(module) or _HOLDERS.setdefault(module, Holder())
 
@@ -159,7 +159,7 @@ class _Span:
         _SPANS.append(self)
 
     def put_back(self) -> None:
-        """Give each place what it held before. Of several times in one pass, the first one ends first."""
+        """Give each place what it held before. With several times in one pass, the first one ends first."""
         later = _SPANS[_SPANS.index(self) + 1 :]
         _SPANS.remove(self)
         for place, x in zip(self.held.places, self.before.values(), strict=True):

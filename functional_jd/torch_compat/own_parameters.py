@@ -1,4 +1,4 @@
-"""Which of its own parameters a module computes with, beside those that it is given."""
+"""Which of its own parameters a module computes with, in addition to those that it is given."""
 
 import sys
 from collections.abc import Iterable

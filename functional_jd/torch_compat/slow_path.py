@@ -75,7 +75,7 @@ def random_state() -> list[Tensor]:
 
 
 def set_random_state(states: Any) -> None:
-    """Put the generators back to what `random_state` returned."""
+    """Put the generators back to a result of `random_state`."""
     torch.set_rng_state(states[0])
     for index, state in enumerate(states[1:]):
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state, index)
@@ -105,7 +105,7 @@ def _reason(error: BaseException) -> str:
 
 
 def cure_of(message: str) -> str:
-    """What helps against an error of torch that does not name its cure."""
+    """A cure for an error of torch that names none."""
     if "setup_context staticmethod" not in message and "_fwd_used_autocast" not in message:
         return ""
     return (

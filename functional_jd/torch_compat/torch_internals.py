@@ -18,7 +18,7 @@ SUPPORTED = "torch>=2.11"
 
 
 def private(name: str, feature: str, *parts: str, otherwise: Any = None) -> Any:
-    """An object of torch by its dotted name, as it is: bound once, it costs no call more.
+    """An object of torch by its dotted name, itself: bound once, it costs no call more.
 
     `feature` needs it, and `parts` are attributes that it must have. `otherwise` takes its place where torch has no
     such name; None: a stand-in that raises as soon as it is called or asked for an attribute.
@@ -105,7 +105,7 @@ def under_transform() -> bool:
 
 
 def under_functional_transform() -> bool:
-    """`under_transform`, but for torch.compile alone."""
+    """`under_transform` for torch.compile alone."""
     return under_functorch() or _forward_ad._current_level >= 0
 
 
@@ -174,7 +174,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def innermost(x: Tensor) -> Tensor:
-    """The tensor inside of what transforms of torch.func have wrapped around it."""
+    """The tensor inside the wrappers of torch.func's transforms."""
     return torch.func.debug_unwrap(x)
 
 
@@ -185,7 +185,7 @@ def has_values(value: Any) -> bool:
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether a tensor is no stand-in of a transform or a tracer."""
+    """Whether a tensor is not a stand-in of a transform or a tracer."""
     return type(x).__name__ not in ("FakeTensor", "FunctionalTensor") and not is_wrapped(x)
 
 

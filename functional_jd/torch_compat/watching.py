@@ -1,4 +1,4 @@
-"""A mode that sees every op, and a journal of what was changed in place, from which it is undone."""
+"""A mode that sees every op, and a journal of changes in place, which undoes them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +23,7 @@ from functional_jd.torch_compat.torch_internals import (
 
 
 def targets_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an op changes in place of its arguments."""
+    """The arguments that an op changes."""
     if func in _CHOOSING:
         names, default, targets = _CHOOSING[func]
         given = dict(zip(names.split(), args, strict=False)) | kwargs
@@ -90,7 +90,7 @@ class StateJournal:
                     self.averages.append(x)
 
     def undo(self, *, again: bool = False) -> None:
-        """Put everything back to what it was; `again`: it may have to be put back once more."""
+        """Put everything back; `again`: it may have to be put back once more."""
         with torch.no_grad():
             for _, put, _ in reversed(self.before.values()):
                 put()

@@ -37,7 +37,7 @@ from functional_jd.training.weights import group_of_ranks
 
 @displayed_as(outline)
 class Accumulated(NamedTuple):
-    """What `accumulate` returns.
+    """The result of `accumulate`.
 
     Attributes:
         direction: that of the whole batch; it may be anything if `moved` is false.
@@ -84,18 +84,18 @@ def accumulate(
         skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone, with its losses and
             buffers: means are then over the others. The scale backs off as if the step was skipped. A rule that looks
             at losses alone has seen those of a part whose gradient overflows.
-        group: the ranks, each with parts of its own, as in `weights_fn`: as many on each rank.
+        group: the ranks, each with parts of its own, as in `weights_fn`: the same number on each rank.
 
     Returns:
         `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.
 
     Raises:
-        TypeError: no parts; a part that is no tuple; errors of `train_state`.
+        TypeError: no parts; a part that is not a tuple; errors of `train_state`.
         ValueError: parts or ranks with different losses; a scale `[m]`, losses by name, `skip="part"` or a group under
             `per_example`; a frozen `nn.Parameter`; several ranks and no group.
 
     Guarantees:
-        Equal to rounding to the whole batch, if there are no buffers.
+        Equal to rounding to the whole batch, without buffers.
         A rule that needs no gradients costs one backward pass for each part, and memory for one direction. If it looks
         at losses, or if these are of examples, they are evaluated twice. Other rules keep all rows and those of a part.
         Pure; composes with vmap, grad and compile.

@@ -241,7 +241,7 @@ def _few(names: list[str]) -> str:
 
 def detach_parameters(params: Params) -> Params:
     """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph. Raise for
-    what are no floating-point tensors, and for an `nn.Parameter` that does not require grad: it would be trained.
+    leaves that are not floating-point tensors, and for an `nn.Parameter` without grad, which would be trained.
     """
     leaves, _ = floating_leaves(params)
     for index, p in enumerate(leaves):
@@ -284,6 +284,6 @@ def check_tensors(
     expected: str = "a pytree of tensors",
     cure: str = "Pass for instance dict(module.named_buffers()).",
 ) -> None:
-    """Raise for a pytree with a leaf that is no tensor."""
+    """Raise for a pytree with a leaf that is not a tensor."""
     if not all(isinstance(x, Tensor) for x in tree_leaves(tree)):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse(name, expected, tree, cure)

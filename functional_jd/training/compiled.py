@@ -41,8 +41,8 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         layouts of tensors, other values, autocast, default dtype, deterministic algorithms, and modes of modules.
 
     Raises:
-        TypeError: an argument is neither a plain tensor nor hashable, or is an object whose contents are not seen; a
-            result is neither a tensor nor a number or a name.
+        TypeError: an argument is not a plain tensor and not hashable, or is an object whose contents are not seen; a
+            result is not a tensor, a number or a name.
         ValueError: `f` changes an argument or a tensor of its closure in place, or draws numbers without a key; a
             tensor requires grad; a transform or a mode is active. With `"cudagraphs"`: tensors elsewhere, and operators
             that wait for the device, such as `eigh`.
@@ -52,7 +52,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         With `"eager"` the same bits; rounding if a rule chooses a solver by values (`config`, `imtl_g`).
         Results carry no gradient. Writing `f` down leaves no trace in generators or arguments.
         A `RuntimeWarning` at the eighth graph: each call with other arguments compiles.
-        Tensors of the closure of `f` are read in each call; numbers that are no arguments once.
+        Tensors of the closure of `f` are read in each call; other numbers once.
 
     Example:
         >>> compiled(lambda x: {"twice": 2 * x}, backend="eager")(torch.ones(2))
@@ -68,7 +68,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
 
 
 class Compiled:
-    """What `compiled` returns: the function, and its graphs by the kind of arguments."""
+    """The result of `compiled`: the function, and its graphs by the kind of arguments."""
 
     def __init__(self, f: Callable[..., Any], backend: Any, donate: bool = False):
         self.f, self.backend, self.donate = f, backend, donate
@@ -172,7 +172,7 @@ _NAMED: Any = {"inductor": graphs.machine_code, "eager": lambda graph, _: graph.
 
 
 def _kind(leaf: Any) -> Any:
-    """The properties of an argument on which a graph depends."""
+    """The properties of an argument that a graph depends on."""
     if not isinstance(leaf, Tensor):  # floats as text: NaN is itself, and -0 not 0
         if type(leaf).__hash__ is None:
             refuse("an argument", "a tensor or hashable", leaf, "Bind others by functools.partial.")

@@ -31,7 +31,7 @@ from functional_jd.training.state import START, TrainState, warn
 
 
 def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, *state: Any) -> None:
-    """Raise for what is no function, rule for one batch, optimizer, flag or state, and noise that protects nobody."""
+    """Raise for wrong types of functions, rules, optimizers, flags and states, and for noise without effect."""
     if state and not isinstance(state[0], TrainState):
         refuse("state", "a TrainState", state[0], START)
     are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
@@ -50,7 +50,7 @@ def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_
 
 
 def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool) -> None:
-    """Raise for noise that protects too little, or nobody. Only `reading` reads bounds that are tensors."""
+    """Raise for noise that protects too little, or not at all. Only `reading` reads bounds that are tensors."""
     norm, bound = cast(Any, optimizer.sensitivity), rule.sensitivity
     found, kind = "", kind_of(losses)
     if not kind.rows_are_examples:

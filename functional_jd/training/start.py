@@ -43,8 +43,8 @@ def train_state(
             `nn.Parameter` are taken; other tensors keep their graph. Leaves may be `DTensor`s (`distributed.sharded`).
         batch: one batch, to learn what the rule looks at and which parameters the losses reach.
         losses: as for `step`, and so are `aggregator`, `optimizer`, `engine` and `has_aux`.
-        scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling. It
-            goes where the parameters are, and so do buffers and keys.
+        scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None`: no scale.
+            It goes where the parameters are, and so do buffers and keys.
         buffers: pytree of tensors that the losses take after the parameters and return with the losses, such as
             `dict(model.named_buffers())` for `functional(model)`, or a key; `()` if there are none. They are copied.
             Derivatives reach them under a transform; for plain autograd, put them in by `state._replace(buffers=...)`.
@@ -55,7 +55,7 @@ def train_state(
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
 
     Raises:
-        TypeError: parameters that are no floating-point tensors; losses that do not return what the buffers and
+        TypeError: parameters that are not floating-point tensors; losses that do not return what the buffers and
             `has_aux` need.
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise that protects nobody (`noised`); losses that change

@@ -1,4 +1,4 @@
-"""What training carries from step to step, what a step reports, and checks of what a step is given."""
+"""The state and the report of a step, and checks of the arguments of a step."""
 
 import warnings
 from itertools import accumulate, chain
@@ -64,7 +64,7 @@ class TrainState(NamedTuple):
     """All that training carries from step to step: a pytree of tensors.
 
     Attributes:
-        params: the parameters; what belongs to a `DTensor` is sharded as it is.
+        params: the parameters; averages of a `DTensor` are sharded like it.
         buffers: what the losses carry from step to step, such as the statistics of BatchNorm or a key; `()` for losses
             without buffers.
         optimizer: what the optimizer remembers.
@@ -81,7 +81,7 @@ class TrainState(NamedTuple):
 
 @displayed_as(step_table)
 class StepInfo(NamedTuple):
-    """What people look at after a step.
+    """The report of a step.
 
     Attributes:
         losses: the values before the step, unscaled, in the structure that the losses gave them.

@@ -62,7 +62,7 @@ def step(
         that need no gradients take one backward pass at the largest scale that serves all: if it overflows, all flags
         are false, except that `multitask` losses have their own as far as the features.
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
-        Does not synchronize with the device, unless the docstring of the rule says so.
+        Does not synchronize with the device, unless the docstring of the rule tells otherwise.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
         in what torch.compile traces they are NaN.
 

@@ -36,7 +36,7 @@ from functional_jd.training.state import warn
 
 @displayed_as(outline)
 class FoundWeights(NamedTuple):
-    """What a function made by `weights_fn` returns.
+    """The result of a function made by `weights_fn`.
 
     Attributes:
         weights: `[m]`, one per loss, in leaf order, in the dtype of the losses, at least float32.
@@ -54,7 +54,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     For trainers that call `.backward()` themselves: the gradient of `sum_i weights_i losses_i` is the rule's direction.
     With `multitask` losses this holds for the shared parameters; the gradient of each head is multiplied by the weight
-    of its loss, where `step` takes it as it is.
+    of its loss, where `step` takes it unchanged.
 
     Args:
         losses: `losses(params, *batch)`, as for `jacobian_fn`, or made by `distributed.sharded`. The values of an
@@ -78,12 +78,12 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Warns:
         UserWarning: in calls without a state, gradients in float16 without a scale, losses or parameters without a
-            gradient, or weights that carry a graph to a leaf tensor that is no `nn.Parameter`.
+            gradient, or weights that carry a graph to a leaf tensor that is not an `nn.Parameter`.
 
     Guarantees:
         With constant weights, the gradient of `weights @ losses` is the direction of `aggregate`, except for heads.
         Weights that cancel are the smallest that autograd can sum to this direction, zero if it would be rounding;
-        under transforms and with `solver="device"` they stay as they are found.
+        under transforms and with `solver="device"` they stay as found.
         A gradient that is not finite gives weights that are not finite if the rule looks at gradients, so that a
         `GradScaler` skips the step and backs off. Then, or if a loss is not finite, the state that was given is
         returned: None in a call without one, so that the rule starts with the next batch (not under a transform).
@@ -183,7 +183,7 @@ def group_of_batch(group: Any, whole: bool = False) -> Any:
 
 @displayed_as(outline)
 class Weighed(NamedTuple):
-    """What `weigh` returns.
+    """The result of `weigh`.
 
     Attributes:
         weights: `[m]`, one per loss, in leaf order; constants, in the dtype of the losses, at least float32.

@@ -22,7 +22,7 @@ class Factors(NamedTuple):
 
     Attributes:
         left: `[m, positions, groups, o]`; or int64 `[m, positions]`, the indices of unit vectors of length o.
-        right: `[m, positions, groups, i]`. 1 in the place of m where all rows share it.
+        right: `[m, positions, groups, i]`. 1 instead of m if all rows share it.
     """
 
     left: Tensor

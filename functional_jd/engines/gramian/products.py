@@ -81,7 +81,7 @@ def rows_of_parts(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Te
 
 
 def products_of_sides(f: Factors) -> Tensor:
-    """The products of both sides, summed over positions: `[m, groups, o, i]`, or 1 in the place of m."""
+    """The products of both sides, summed over positions: `[m, groups, o, i]`, or 1 instead of m."""
     left, right = _in_float32(f)
     dtype = torch.promote_types(left.dtype, right.dtype)
     return left.to(dtype).permute(0, 2, 3, 1) @ right.to(dtype).permute(0, 2, 1, 3)
@@ -123,7 +123,7 @@ def products_of_leaves(
     """The inner products of the rows of all leaves, `[m, m]`, or, unless a `"gramian"` is needed, the squared norms
     `[m]`; and the pullback of weights. The rows of a leaf are the sum of its parts.
 
-    The rows of small leaves are joined, as calls cost more than what they compute.
+    The rows of small leaves are joined, as calls cost more than their work.
     """
     norms_only = needed != "gramian"
     of_rows = squared_norms if norms_only else inner_products
@@ -198,7 +198,7 @@ def _inner_products(f: Factors, m: int) -> Tensor:
 
 
 def _pairs(f: Factors) -> Tensor:
-    """Of all pairs of rows, those beside the diagonal once."""
+    """Inner products of all rows. Those next to the diagonal are computed once."""
     m, positions = f.right.shape[:2]
     if m == 1 or m * positions < HALVE_FROM:
         return _crossed(f, f)
@@ -209,7 +209,7 @@ def _pairs(f: Factors) -> Tensor:
 
 
 def _crossed(f: Factors, other: Factors) -> Tensor:
-    """Inner products of the rows of one leaf, `[m, k]`, of which no side is shared."""
+    """Inner products of the rows of one leaf, `[m, k]`; no side is shared."""
     product = _products_of_positions(f.left, other.left) * _products_of_positions(f.right, other.right)
     total = product[0] if len(product) == 1 else product.sum(0)
     positions, others = f.right.shape[1], other.right.shape[1]

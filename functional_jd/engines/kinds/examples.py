@@ -38,7 +38,7 @@ from functional_jd.torch_compat.watching import StateJournal
 
 
 def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
-    """One row per example: m small backward passes at the price of one."""
+    """One row per example: m small backward passes in the time of one."""
     plan = plan._replace(examples=True)
     params, *batch = args
     leaves, structure = floating_leaves(params)

@@ -1,4 +1,4 @@
-"""What an engine must know of a kind of objectives, and what a kind does not say of itself, from its rows."""
+"""The record of a kind of objectives for engines, and defaults that are made from its rows."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
             May raise where it cannot do without.
         in_one_pass: what `weighted` returns, `in_one_pass(losses, args, plan)`, in one backward pass.
         features: `features(losses, args, plan)` returns the Gramian of the rows by feature, the losses, aux, and
-            `pullback(weights) -> (direction, finite)`; None where there are no features.
+            `pullback(weights) -> (direction, finite)`; None without features.
         row_params: `row_params(losses, params)`: the parameters that have rows.
         expected_m: `expected_m(losses, batch, others)`: the number m as far as shapes tell it, else an estimate; so
             many leaves have no rows.

@@ -16,7 +16,7 @@ from functional_jd.engines.vjp import vjp
 
 
 def _of_leaves(losses: Any, args: Args, plan: Plan) -> tuple[Recorded, list[Tensor], Structure]:
-    """The losses as a function of the leaves of what is differentiated, these leaves, and their structure."""
+    """The losses as a function of the leaves to differentiate, these leaves, and their structure."""
     chosen, rebuild = select_arguments(plan.argnums, args)
     leaves, structure = floating_leaves(chosen)
 
