@@ -39,7 +39,7 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
     Args:
         jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
         weights: `[m]`; or a pytree like the Jacobian. Its leaves are `[m]`, one weight for each row of a leaf, or of
-            all below a key; or have as many dimensions as the leaf, each of its size or 1: `[m, *p]` is one weight per
+            all below a key; or have all dimensions of the leaf, each of its size or 1: `[m, *p]` is one weight per
             entry. A leaf may be `AffineWeights(weights, rest)`, whose `rest` `[*p]`, from earlier rows, is added.
 
     Returns:
@@ -246,7 +246,7 @@ def weighted_sum(leaf: Tensor, weights: Tensor, dtype: torch.dtype = torch.float
 
 
 def _summed(weights: Tensor, matrix: Tensor) -> Tensor:
-    """The weighted sum of rows `[m, n]`, in the dtype of the weights, of which no copy of all rows is made."""
+    """The weighted sum of rows `[m, n]`, in the dtype of the weights, without a copy of all rows."""
     blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
     return torch.cat([weighted_rows(weights, block.to(weights.dtype)) for block in blocks]).to(matrix.dtype)
 

@@ -48,7 +48,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         s: `s(losses [m]) -> scalar`, pure and differentiable. It receives the losses in float64.
 
     Returns:
-        A stateless rule that needs the losses only. Where `s` is not differentiable, the direction may be infinite or
+        A stateless rule that needs the losses only. If `s` is not differentiable, the direction may be infinite or
         NaN. If `s` returns no scalar, it raises ValueError when called.
 
     Example:

@@ -1,4 +1,4 @@
-"""What is observed of losses at a point, from which a rule receives what it needs."""
+"""The observation of losses at a point. Rules receive parts of it."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

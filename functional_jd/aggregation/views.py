@@ -81,7 +81,7 @@ class View:
         return self.__name__
 
     def map(self, f: Callable[[Any], Any]) -> "View":
-        """The view whose rule receives `f` of what the rule of this one does, at the same cost."""
+        """The view whose rule receives `f` of the data of this one, at the same cost."""
 
         def mapped(seen: Observation) -> Any:
             return f(self.receive(seen))
@@ -313,7 +313,7 @@ def loss_vector(losses: Losses) -> Tensor:
 
 
 def loss_count(losses: Losses) -> int:
-    """The number m of losses, floating-point tensors, of which there must be one."""
+    """The number m of losses, floating-point tensors, at least one."""
     leaves = tree_leaves(losses)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:

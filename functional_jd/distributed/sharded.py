@@ -13,7 +13,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
     `losses_i = mean_r losses_i(params, *batch_r)`
 
     Parameters are `DTensor`s on this mesh, placed `Shard` or `Replicate`, or plain tensors that are equal on all ranks.
-    Every function gathers the parameters that it takes. Their gradients are reduced and scattered as soon as they are
+    Every function gathers the parameters that it takes. Their gradients are reduced and scattered once they are
     known, so that rows, direction and moments stay sharded.
 
     Args:

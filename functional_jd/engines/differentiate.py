@@ -223,7 +223,7 @@ def weighted_fn(
     Args:
         losses, has_aux: as for `jacobian_fn`.
         scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass runs at that scale, the direction comes out
-            unscaled. Of `[m]` it is the largest power of two S with `|weights_i| S <= scale_i` for all i.
+            unscaled. With `[m]` it is the largest power of two S with `|weights_i| S <= scale_i` for all i.
 
     Returns:
         `f(*args) -> (losses, pullback)`, with `has_aux` `((losses, aux), pullback)`.

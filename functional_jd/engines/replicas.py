@@ -59,7 +59,7 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
         Linear. A value that is not finite on one replica is so on all; a mean of finite values is finite. Composes with
         vmap, grad, jvp and compile, if all replicas do the same.
 
-    Differences: from torch's functional collectives, whose jvp is zero, and which torch.func.grad refuses.
+    Differences: from torch's functional collectives, whose jvp is zero, and which torch.func.grad does not take.
     """
     floating_leaves(jacobian)
     return mean_over_group(jacobian, group)

@@ -66,7 +66,7 @@ def _rows(point: Vjp, m: int, plan: Plan, cotangents: Callable[[slice], Rows], o
 
 
 def dense(found: Sequence[Tensor | None], leaves: Sequence[Tensor], *rows: int) -> list[Tensor]:
-    """One gradient `[*p]` per leaf, or m rows `[m, *p]`, zeros in the place of None."""
+    """One gradient `[*p]` per leaf, or m rows `[m, *p]`, zeros instead of None."""
     filled: list[Any] = list(found)
     for index, x in enumerate(filled):
         if x is None:

@@ -1,4 +1,4 @@
-"""What a set of points is worth as an approximation of the Pareto front, and solutions that ascend it."""
+"""The volume that a set of points dominates, and solutions that ascend it."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _MARGIN = 0.1
 
 
 def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
-    """Return the volume of what the points dominate, up to a reference point.
+    """Return the volume that the points dominate, up to a reference point.
 
     The measure of all `y <= reference` with `y >= p` for some point p.
 
@@ -78,14 +78,14 @@ def volume(points: Tensor, reference: Tensor) -> Tensor:
 
 
 def hypervolume_gradient(reference: Numbers) -> Population:
-    """A population that ascends the volume of what its solutions dominate.
+    """A population that ascends the volume that its solutions dominate.
 
     `w_k = -v_k / |v_k|`, with `v_k = d hypervolume(points of the front of k) / d L_k`
 
     A solution that is dominated belongs to a later front: what is not dominated once the fronts before are removed.
 
     Args:
-        reference: `[m]`, what every useful point dominates: the worst losses that count. Where a solution is beyond it,
+        reference: `[m]`, what every useful point dominates: the worst losses that count. If a solution is beyond it,
             a tenth beyond the worst solution takes its place.
 
     Returns:

@@ -27,12 +27,12 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     Returns:
         A `Population` that needs Gramians and losses; its solutions start apart, and the losses are in like units.
-        Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable, but for the set of positive
+        Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable, except for the set of positive
         weights, of `mgda` too, and the pair of the median.
 
     Guarantees:
-        Equivariant to permutations. A solution far from all others descends by `mgda`. Of two losses, a solution at the
-        end of the front stays there. A solution that is not finite has NaN weights, and does not touch the others.
+        Equivariant to permutations. A solution far from all others descends by `mgda`. With two losses, a solution at
+        the end of the front stays there. A solution that is not finite has NaN weights, and does not touch the others.
 
     Source:
         Liu, Tong & Liu, Profiling Pareto front with multi-objective Stein variational gradient descent, NeurIPS 2021.

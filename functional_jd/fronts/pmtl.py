@@ -19,7 +19,7 @@ _MISSED = 2.0**-20
 
 
 def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregator]:
-    """Pareto optimal solutions of which each lies in the sector of its preference.
+    """Pareto optimal solutions, each in the sector of its preference.
 
     The sector of k has the losses whose angle with `u_k` is smallest among all preferences: with unit vectors u,
     `(u_j - u_k)'L <= 0` for all j. The direction has the least norm in the convex hull of gradients: first, for a

@@ -1,4 +1,4 @@
-"""Rules for K solutions that know one another: weights for all their losses at once."""
+"""Rules for K solutions together: weights for all their losses at once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from functional_jd.core.types import Weights
 
 @displayed_as(outline)
 class Population(NamedTuple):
-    """A rule for K solutions that know one another, which `fronts.train` takes as its `rule`.
+    """A rule for K solutions together, which `fronts.train` takes as its `rule`.
 
     Attributes:
         view: what it needs of each solution, such as `views.losses` or `views.gramian_and_losses`.

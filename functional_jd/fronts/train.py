@@ -71,7 +71,7 @@ def train(
         batches: as for `fit`. Every solution sees every batch.
         losses: as for `step`.
         rule: the rule of a preference `[m]`: `tchebycheff`, `lambda u: stch(0.1, u)`, `lambda u: pbi(5.0, u)`,
-            `lambda u: upgrad(preference=u)`. Or a `Population`, whose solutions know one another:
+            `lambda u: upgrad(preference=u)`. Or a `Population`, for all solutions together:
             `hypervolume_gradient(reference)`.
         optimizer: the optimizer.
         preferences: `[K, m]`, one in a row: `lattice(m, divisions)`. `None`: those of the front to go on with, or

@@ -17,7 +17,7 @@ Carried = tuple[Tree, Tree]
 
 
 class Extras(NamedTuple):
-    """What losses take and return beside the parameters, the batch and their values."""
+    """The other arguments and results of losses: not parameters, batch or values."""
 
     buffers: Tree  # what the losses take after the parameters; `()` if nothing, `{}` of a module without buffers
     has_aux: bool  # whether they return aux, last

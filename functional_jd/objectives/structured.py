@@ -251,7 +251,7 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
     Guarantees:
         The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of
-        theirs. To apply the weights of a rule to the heads too, pass a plain function.
+        theirs. To apply the weights of a rule to the heads as well, pass a plain function.
 
     Example:
         >>> tasks = multitask(

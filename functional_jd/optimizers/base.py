@@ -110,7 +110,7 @@ def in_dtype_of(factor: Any, leaf: Tensor) -> Any:
 
 
 def in_dtypes_of(direction: Direction, params: Params) -> Direction:
-    """The direction in the dtypes of params, so that they and the state keep theirs."""
+    """The direction in the dtypes of params, so that their dtypes stay."""
     return tree_map(lambda p, d: d.to(p.dtype), params, direction)
 
 

@@ -166,7 +166,7 @@ def scale_state_from_dict(
     Args:
         entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`; each a number, or
             a list of m numbers for one scale per objective. If some are lists, a number applies to all m.
-        shape: `(m,)` or `m` to give each of m objectives the one scale of a `GradScaler`; `()` is what `entries` hold.
+        shape: `(m,)` or `m` to give each of m objectives the one scale of a `GradScaler`; `()`: the shape in `entries`.
         device: the device of the five tensors.
 
     Returns:

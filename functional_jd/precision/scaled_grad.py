@@ -31,7 +31,7 @@ def scaled_grad(
         A function of the arguments of `f`: the gradient, in at least float32; with `has_aux`, `(gradient, aux)`.
 
     Guarantees:
-        Equals `torch.func.grad` to rounding wherever nothing underflows. What overflows inside is not finite in the
+        Equals `torch.func.grad` to rounding wherever nothing underflows. An overflow inside is not finite in the
         result, and `step` is skipped. Composes with transforms as `torch.func.grad` does.
 
     Differences:

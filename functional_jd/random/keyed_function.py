@@ -67,7 +67,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
     Differences:
         The values of probabilities in tensors are not checked. A tensor that is filled in place under a batched key
         must have been made by `empty`, `empty_like` or `new_empty`, or be batched itself. With dropout, attention is
-        computed by plain products. What is not torch's (`random`, NumPy), and the backward pass of a custom autograd
+        computed by plain products. Other generators (`random`, NumPy), and the backward pass of a custom autograd
         function, are out of reach. `out=` and checkpoints with `use_reentrant=True` raise, and so does torch.compile
         for a checkpoint inside `keyed`.
 

@@ -161,7 +161,7 @@ def permutation(key: Tensor, n: int) -> Tensor:
         int64 `[n]`, on the key's device.
 
     Guarantees:
-        The permutation sorts n random words that are all different, so there are no ties.
+        The permutation sorts n random words that are all different, so none tie.
     """
     check_key(key)
     _check_size(n)

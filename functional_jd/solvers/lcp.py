@@ -53,7 +53,7 @@ def linear_complementarity(
             rounds for every problem. Each has its own tableau, which takes about `50 k m^2` bytes.
 
     Returns:
-        float64 `[*, k, m]`, non-negative up to rounding. Where several s solve the problem, `M s` is the same for all
+        float64 `[*, k, m]`, non-negative up to rounding. If several s solve the problem, `M s` is the same for all
         of them. A row is NaN where `M s + q` is not finite.
 
     Guarantees:

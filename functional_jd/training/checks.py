@@ -240,7 +240,7 @@ def _few(names: list[str]) -> str:
 
 
 def detach_parameters(params: Params) -> Params:
-    """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph. Raise for
+    """Return the pytree with the values of each `nn.Parameter` instead of it; other tensors keep their graph. Raise for
     leaves that are not floating-point tensors, and for an `nn.Parameter` without grad, which would be trained.
     """
     leaves, _ = floating_leaves(params)

@@ -25,7 +25,7 @@ from functional_jd.training.captured import Captured
 def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
-    `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values, to write
+    `f` is called twice for each kind of arguments: with them, and with tensors that have shapes but no values, to write
     down its operators as one graph, transforms and derivatives taken.
 
     Args:

@@ -112,7 +112,7 @@ def steps(
 
 
 def _takes_two(f: Any) -> bool:
-    """Whether a function needs more than one argument. Of a function that is written in C, nothing is known."""
+    """Whether a function needs more than one argument. Nothing is known of a function in C."""
     try:
         given = signature(f).parameters.values()
     except (TypeError, ValueError):

@@ -58,7 +58,7 @@ def train_state(
         TypeError: parameters that are not floating-point tensors; losses that do not return what the buffers and
             `has_aux` need.
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
-            parameter of its own as well as those it is given; noise that protects nobody (`noised`); losses that change
+            parameter of its own as well as those it is given; noise without effect (`noised`); losses that change
             parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
             m; losses that the rule cannot take, such as negative ones.
 

@@ -53,7 +53,7 @@ def step(
     Raises:
         TypeError, ValueError: errors of `jacobian_fn` and `aggregate`; losses that do not take this batch, or do not
             return what `has_aux` and the buffers need; an engine that is unknown, or does not serve the rule; a state
-            of another rule, optimizer or model; noise that protects nobody (`noised`). Never because of values.
+            of another rule, optimizer or model; noise without effect (`noised`). Never because of values.
 
     Guarantees:
         Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
@@ -64,10 +64,10 @@ def step(
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
         Does not synchronize with the device, unless the docstring of the rule tells otherwise.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
-        in what torch.compile traces they are NaN.
+        under torch.compile they are NaN.
 
     Limits:
-        To differentiate a sum of what a skipped step reports and the later state, take `torch.where(info.moved, loss,
+        To differentiate a sum of the report of a skipped step and the later state, take `torch.where(info.moved, loss,
         0)`: else derivatives are NaN. In forward mode the tangents of float16 rows carry the scale: start at 2**10.
         A state without a memory of the rule and with one scale takes any number of losses, each time; `fit` and `steps`
         raise. For an objective that a batch does not have, return `0 * another loss`.

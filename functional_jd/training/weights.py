@@ -213,11 +213,11 @@ def weigh(
 
     Args:
         losses: a tensor `[m]`, or a pytree of tensors with m elements, each with the graph of the model.
-        parameters: the tensors by which the losses are differentiated, such as `model.parameters()`: an iterable or a
+        parameters: the tensors to differentiate by, such as `model.parameters()`: an iterable or a
             pytree. Those that do not require grad are left out. Heads of one loss alone need not be among them.
         aggregator: the rule; one that weights rows, not single entries.
         state: what the last call returned; None for the rule's initial state.
-        scale: a loss scale `[]` or `[m]`, by which the losses are multiplied while they are differentiated.
+        scale: a loss scale `[]` or `[m]`, a factor of the losses while they are differentiated.
         features: tensors in the graph that all losses share, such as the output of the trunk. The rows are then the
             gradients by these, which cost no pass through the trunk; `parameters` is not read, and may be None.
         group: the ranks, each with its own part of the batch, as in `weights_fn`: rows and losses are means over them.
@@ -227,8 +227,8 @@ def weigh(
         other costs one for each loss, and memory for the m rows. The graph is kept for the pass that follows.
 
     Raises:
-        TypeError: `aggregator` is no rule, a loss no floating-point tensor, `scale` no `ScaleState`.
-        ValueError: a loss without a graph, by its name; parameters of which none requires grad, or none is reached; a
+        TypeError: `aggregator` is not a rule, a loss not a floating-point tensor, `scale` not a `ScaleState`.
+        ValueError: a loss without a graph, by its name; no parameter that requires grad, or none that is reached; a
             `DTensor`; a scale with another number of entries; a rule that weights single entries; a call under a
             transform; several ranks and no group; in calls without a state, ranks that differ.
 
@@ -299,7 +299,7 @@ def _observed(
 
 
 def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
-    """The tensors by which to differentiate."""
+    """The tensors to differentiate by."""
     name = "parameters" if are_parameters else "features"
     leaves = tree_leaves(list(given) if isinstance(given, Iterator) else given)
     for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):

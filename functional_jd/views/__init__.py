@@ -1,6 +1,6 @@
-"""What a rule may look at: the views, for rules of your own.
+"""The inputs of rules: the views, for rules of your own.
 
-What the rule receives, and what a step forms for it:
+The input of the rule, and the data that a step forms for it:
 
 - `no_gradients`: zeros, float64 `[m]`; no rows, one backward pass.
 - `losses`: the losses, float64 `[m]`; no rows, one backward pass.

@@ -218,7 +218,7 @@ def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:
     """The fused attention of all examples at once: torch has no rule that batches its kernel for CPUs.
 
     Without dropout, which draws for every example, and without a mask that has dimensions beside the positions, or that
-    torch refuses beside `is_causal`.
+    torch does not take with `is_causal`.
     """
     given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
     sides, mask = [given[name] for name in _ATTENTION[:3]], given.get("attn_mask")
