@@ -16,15 +16,15 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 14_140  # goal 12,500
-LINES = 23_960  # goal 22,000
+CODE_LINES = 14_125  # goal 12,500
+LINES = 23_890  # goal 22,000
 FILES = 190
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
-    ("core",): 1_800,  # goal 1,300
-    ("torch_compat",): 1_570,  # goal 1,200
+    ("core",): 1_755,  # goal 1,300
+    ("torch_compat",): 1_540,  # goal 1,200
     ("random",): 830,  # goal 800
     ("solvers",): 1_370,
     ("precision",): 1_080,
@@ -32,7 +32,7 @@ ROOMS = {
     ("aggregation", "aggregators"): 4_400,
     ("optimizers",): 1_230,  # goal 1,200
     ("engines",): 3_805,  # goal 3,700
-    ("training",): 2_655,  # goal 2,000
+    ("training",): 2_640,  # goal 2,000
     ("distributed",): 240,
     ("diagnostics", "fronts"): 1_307,  # goal 1,200
     ("testing",): 1_285,
