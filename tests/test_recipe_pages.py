@@ -545,3 +545,20 @@ def test_a_bound_that_is_not_finite_flags_its_loss_alone(shown):
     after, info = jd.step(state, fine * torch.nan, **how)
     assert info.finite.tolist() == [True, False]
     torch.testing.assert_close(after, state, rtol=0, atol=0)
+
+
+def test_the_direction_with_momentum_is_that_of_least_squares(physicist):
+    rng, damping, momentum = np.random.default_rng(0), 0.1, 0.8
+    rule, memory, last = physicist["spring"](damping, momentum), None, np.zeros(7)
+    for _ in range(4):
+        J, r = rng.normal(size=(4, 7)), rng.normal(size=4)
+        rows = {"a": torch.tensor(J[:, :3]), "b": torch.tensor(J[:, 3:].reshape(4, 2, 2))}
+        direction, _, memory = jd.aggregate(rule, rows, memory, losses=torch.tensor(r))
+        stacked = np.vstack([J, damping**0.5 * np.eye(7)])
+        last = np.linalg.lstsq(stacked, np.concatenate([r, damping**0.5 * momentum * last]), rcond=None)[0]
+        found = torch.cat([direction["a"], direction["b"].flatten()])
+        condition = np.linalg.cond(stacked) ** 2  # the rule solves with the Gramian
+        check_within(found, torch.tensor(last), 64 * eps() * condition * np.abs(last).max())
+    plain = jd.aggregate(physicist["spring"](damping, 0.0), rows, losses=torch.tensor(r)).direction
+    expected = jd.aggregate(jd.natural_gradient(damping), rows, losses=torch.tensor(r)).direction
+    check_same(plain, expected)
