@@ -10,6 +10,7 @@ from functional_jd.aggregation import Aggregator, Weights, aggregate, as_view, n
 from functional_jd.aggregation.aggregate import check_rule, start
 from functional_jd.core.arguments import check_integer, refuse
 from functional_jd.core.float64 import widest
+from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.tree import any_sharded, tree_leaves, tree_map
@@ -26,6 +27,7 @@ from functional_jd.optimizers.base import (
 from functional_jd.precision.loss_scale import select
 
 
+@displayed_as(outline)
 class AlternatingState(NamedTuple):
     """The state of the optimizer of `alternating`: pytrees like params, at least float32."""
 
@@ -49,8 +51,7 @@ def alternating(
         rule: any rule that needs no losses, such as `config()`.
         objectives: m, the number of losses.
         lr: the learning rate: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
-        betas: b1 and b2, the shares that averages keep, in [0, 1).
-        eps: added to the root.
+        betas, eps: b1 and b2, the shares that averages keep, in [0, 1); a number that is added to the root.
 
     Returns:
         `(aggregator, optimizer)`, for one another. A step costs one backward pass, and memory for `m + 2` copies of the
@@ -64,8 +65,7 @@ def alternating(
         Parameters stay until each objective had its turn. A skipped step takes no turn. Composes with all transforms.
 
     Source:
-        Liu, Chu & Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, ICLR 2025, arXiv
-        2408.11104, algorithm 1.
+        Liu, Chu & Thuerey, ICLR 2025, arXiv 2408.11104, algorithm 1.
     """
     check_rule(rule)
     check_integer("objectives", objectives, 1, "It counts losses.")
