@@ -119,12 +119,13 @@ def no_rounds(monkeypatch):
 def test_derivatives_are_those_of_the_host(no_rounds):
     J, q = rows("conflicting", 4), rows("random", 4, seed=1)[:2, :4]
     assert length("host")(J, q) > 0
-    for derivative in (torch.func.grad, torch.func.hessian):
+    condition = torch.linalg.cond(cosines(J @ J.mT)[0])  # each derivative solves once more
+    for order, derivative in ((1, torch.func.grad), (2, torch.func.hessian)):
         found, expected = (derivative(length(solver))(J, q) for solver in ("device", "host"))
-        check_same(found, expected)
+        check_same(found, expected, roundings=2**8 * int(condition) ** order)
     batch = torch.stack([J, J.flip(0)])
     found, expected = (torch.vmap(torch.func.grad(length(s)), (0, None))(batch, q) for s in ("device", "host"))
-    check_same(found, expected)
+    check_same(found, expected, roundings=2**8 * int(condition))
 
 
 @pytest.mark.parametrize("rule", [fj.upgrad, fj.dualproj, fj.mgda, fj.pcd, fj.cagrad])
