@@ -13,7 +13,7 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.safe import sqrt_or_zero
-from functional_jd.core.tree import any_sharded, tree_leaves, tree_map
+from functional_jd.core.tree import all_finite, any_sharded, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
@@ -55,14 +55,14 @@ def alternating(
 
     Returns:
         `(aggregator, optimizer)`, for one another. A step costs one backward pass, and memory for `m + 2` copies of the
-        parameters. To evaluate one loss only, let `losses` return the one with index `k % m`.
+        parameters. To evaluate one loss only, let `losses` return that of the turn, `state.aggregator % m`.
 
     Raises:
         TypeError, ValueError: a rule that needs losses; another number of losses than m or one; sharded parameters;
             those of `multitask` losses, whose heads have gradients of their own: give it the trunk, by `by_label`.
 
     Guarantees:
-        Parameters stay until each objective had its turn. A skipped step takes no turn. Composes with all transforms.
+        Composes with all transforms. A skipped step takes no turn. Nothing moves before each had one, or by NaN.
 
     Source:
         Liu, Chu & Thuerey, ICLR 2025, arXiv 2408.11104, algorithm 1.
@@ -82,14 +82,13 @@ def alternating(
     def init(params: Params) -> AlternatingState:
         if any_sharded(tree_leaves(params)):
             refuse("params", "whole", params, "Take another rule for a DTensor.", ValueError)
-        if isinstance(params, dict) and params.keys() == {"shared", "heads"}:
+        if {name.split(".")[0] for name in tree_names(params)} == {"shared", "heads"}:
             refuse("params", "those of the trunk of multitask losses", params, "Take by_label.", ValueError)
         zeros = tree_map(lambda p: torch.zeros_like(at_least_float32(p)), params)
         averages = tree_map(lambda x: torch.stack([x] * m), zeros)
         return AlternatingState(no_steps(params), averages, zeros, zeros, start(rule, averages))
 
-    first = lambda zeros: torch.zeros((), dtype=torch.int64, device=zeros.device)
-    return Aggregator(no_gradients, first, weigh), Optimizer(init, partial(_update, rule, (m, lr, b1, b2, eps)))
+    return Aggregator(no_gradients, no_steps, weigh), Optimizer(init, partial(_update, rule, (m, lr, b1, b2, eps)))
 
 
 def _update(rule: Aggregator, settings: Any, direction: Direction, state: AlternatingState, params: Params) -> Any:
@@ -114,5 +113,6 @@ def _update(rule: Aggregator, settings: Any, direction: Direction, state: Altern
     change = tree_map(lambda new, old: (new - b1 * old) / (1 - b1), first, state.first)
     second = tree_map(lambda s, h: b2 * s + (1 - b2) * h.square(), state.second, change)
     new = tree_map(moved, params, found.direction, second), first, second, found.state
-    params, first, second, memory = select(steps + 1 >= m, new, (params, state.first, state.second, state.memory))
+    moves = (steps + 1 >= m) & all_finite(found.direction)
+    params, first, second, memory = select(moves, new, (params, state.first, state.second, state.memory))
     return params, AlternatingState(steps + 1, averages, first, second, memory)

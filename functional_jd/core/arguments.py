@@ -155,6 +155,6 @@ def check_device(value: Any) -> None:
     if not isinstance(value, torch.device | str | None):  # an index would mean another device on each machine
         refuse("device", expected, value, cure)
     try:
-        torch.device(value or "cpu")
+        torch.device("cpu" if value is None else value)
     except RuntimeError:
         refuse("device", expected, value, cure, ValueError)

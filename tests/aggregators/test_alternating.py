@@ -89,17 +89,13 @@ def test_with_one_objective_it_is_adam(seed):
 def test_a_step_is_one_backward_pass_whatever_the_rule():
     passes = []
 
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def counted(w):
+        seen = w.clone()
+        if seen.requires_grad:
+            seen.register_hook(passes.append)
+        return distances(seen)
 
-        @staticmethod
-        def backward(ctx, gradient):
-            passes.append(1)
-            return gradient
-
-    how = method(jd.config(), losses=lambda w: distances(Counted.apply(w)))
+    how = method(jd.config(), losses=counted)
     state = jd.train_state(START, **how)
     for _ in range(4):
         passes.clear()
@@ -110,11 +106,25 @@ def test_a_step_is_one_backward_pass_whatever_the_rule():
 
 def test_losses_may_be_the_one_whose_turn_it_is():
     one = lambda w, k: {"now": distances(w)[k]}
-    how = method(jd.config(), losses=one)
+    how = method(jd.config(), losses=lambda w, k, factor=1.0: {"now": one(w, k)["now"] * factor})
     state = jd.train_state(START, 0, **how)
-    for k in range(7):
-        state, _ = jd.step(state, k % 3, **how)
+    for k in range(8):
+        factor = torch.nan if k == 4 else 1.0  # a step that is skipped takes no turn
+        state, _ = jd.step(state, int(state.aggregator) % 3, factor, **how)
     assert torch.equal(state.params, train(7, method(jd.config())).params)
+
+
+def test_a_rule_without_an_answer_moves_nothing():
+    rule, answer = jd.mean(), torch.tensor(1.0, dtype=torch.float64)
+    lost = rule._replace(update=lambda seen, state: (rule.update(seen, state)[0] * answer, state))
+    how = method(lost)
+    state = train(4, how)
+    answer.fill_(torch.nan)
+    after, _ = jd.step(state, **how)
+    assert torch.equal(after.params, state.params)
+    assert torch.equal(after.optimizer.second, state.optimizer.second)
+    answer.fill_(1.0)
+    assert jd.step(after, **how)[0].params.isfinite().all()
 
 
 @pytest.mark.parametrize("spoiled", [0, 1, 2])
@@ -215,5 +225,7 @@ def test_what_does_not_fit_is_refused(hyper, message):
 def test_other_losses_and_the_parameters_of_multitask_losses_are_refused():
     with pytest.raises(ValueError, match="objectives must be 3, the number of losses, found 2"):
         train(1, method(jd.mean(), 2))
-    with pytest.raises(ValueError, match="params must be those of the trunk of multitask losses"):
-        method(jd.mean())["optimizer"].init({"shared": START, "heads": START})
+    optimizer = method(jd.mean())["optimizer"]
+    for whole in (optimizer, jd.by_label({"all": optimizer}, lambda *_: "all")):
+        with pytest.raises(ValueError, match="params must be those of the trunk of multitask losses"):
+            whole.init({"shared": {"w": START}, "heads": {"a": START}})

@@ -108,6 +108,7 @@ REFUSED = {
     "keys": (lambda: check_mapping("x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found dict. Pass {}."),
     "option": (lambda: check_option("x", 1, ("a", "b"), "Pass a."), ValueError, "one of a, b, found 1. Pass a."),
     "device": (lambda: check_device("gpu"), ValueError, "or its name, found 'gpu'. Pass for instance"),
+    "no name": (lambda: check_device(""), ValueError, "or its name, found ''. Pass for instance"),
     "index": (lambda: check_device(1.5), TypeError, "or its name, found 1.5. Pass for instance"),
 }
 
