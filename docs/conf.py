@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -52,9 +53,10 @@ def setup(app: Any) -> None:
     """Pages of the reference are written before the build, and the front page is copied to index.html after it."""
     folder = Path(app.srcdir) / "docs" / "reference"
     folder.mkdir(exist_ok=True)
-    make_reference.write(folder, make_pictures.write(folder))
+    pages = make_reference.write(folder, make_pictures.write(folder))
     app.add_html_math_renderer("mathml", (formulas.visit_inline, None), (formulas.visit_block, None))
     app.connect("source-read", add_contents)
+    app.connect("source-read", partial(add_functions, pages))
     app.connect("source-read", link_rules)
     app.connect("autodoc-process-docstring", name_sections, priority=300)
     app.connect("autodoc-process-docstring", write_formulas, priority=300)
@@ -66,18 +68,15 @@ def setup(app: Any) -> None:
 
 # The pages of the site in the order of its sidebar; the README itself, read on its own, needs none.
 CONTENTS = {
-    "Choose": ["docs/which_function", "docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
+    "Choose": ["docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
     "Guides": [
         f"docs/guides/{page}"
         for page in (
             "objectives",
             "private",
             "recipes",
-            "recipes_*",
             "trainers",
-            "post_training",
             "compile",
-            "gpu",
             "fronts",
             "physics",
             "devices",
@@ -86,8 +85,8 @@ CONTENTS = {
         )
     ],
     "Coming from": ["docs/coming_from"],
-    "Notebooks": ["docs/notebooks", "notebooks/*"],
-    "Reference": ["docs/reference/index"],
+    "Notebooks": ["notebooks/*"],
+    "Reference": ["docs/reference"],
     "Project": ["CHANGELOG", "docs/contributing"],
 }
 
@@ -96,11 +95,19 @@ def add_contents(app: Any, page: str, source: list[str]) -> None:
     """Append the sidebar to the front page; whoever reads it there needs no command that makes it."""
     if page == root_doc:
         by_hand = "`make docs`, then open `build/docs/index.html`"
-        source[0] = source[0].replace(by_hand, "[by task](docs/reference/index.rst)")
+        source[0] = source[0].replace(by_hand, "[all functions](docs/reference.md#all-functions)")
         source[0] = re.sub(r"^make docs .*\n", "", source[0], flags=re.MULTILINE)
         for caption, pages in CONTENTS.items():
             options = f":hidden:\n:glob:\n:caption: {caption}\n:maxdepth: 2"
             source[0] += f"\n```{{toctree}}\n{options}\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def add_functions(pages: list[str], _app: Any, page: str, source: list[str]) -> None:
+    """List the pages of functions at the end of the reference."""
+    if page == "docs/reference":
+        listed = "\n".join(f"reference/{each}" for each in pages)
+        head, heading, _ = source[0].partition("## All functions\n")
+        source[0] = f"{head}{heading}\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
 
 
 def link_rules(_app: Any, page: str, source: list[str]) -> None:

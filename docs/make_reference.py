@@ -65,8 +65,8 @@ def members_of(module: str) -> list[str]:
     return list(getattr(found, "__all__", [name for name in own if name[0] != "_"]))
 
 
-def write(folder: Path, pictures: Iterable[str] = ()) -> None:
-    """Write all pages into a folder, where there are pictures of these functions of `plotting`."""
+def write(folder: Path, pictures: Iterable[str] = ()) -> list[str]:
+    """Write all pages into a folder, which has pictures of these functions of `plotting`; return those of the top."""
     shown = dict.fromkeys(pictures)
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.rst"):
@@ -89,8 +89,7 @@ def write(folder: Path, pictures: Iterable[str] = ()) -> None:
         _page(
             folder / f"{module}.rst", f"functional_jd.{module}", [f".. automodule:: functional_jd.{module}\n", *blocks]
         )
-    by_task = "All functions, by package. By task: :doc:`/docs/which_function`.\n"
-    _page(folder / "index.rst", "Reference", [by_task, _contents(pages)])
+    return pages
 
 
 def _pictures(name: str, shown: Container[str]) -> str:

@@ -16,7 +16,8 @@ from bounds import check_same, eps
 
 import functional_jd as jd
 
-PAGE = (Path(__file__).parents[1] / "docs/guides/post_training.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs/guides/trainers.md").read_text(encoding="utf-8")
+PAGE = PAGE.partition("\n## Float16 post-training\n")[2]
 MODEL, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 FIXED = {"entropy": 0.01, "kl": 0.1, "policy": 1.0, "value": 1.0}

@@ -27,13 +27,10 @@ GUIDES = [
         "diagnose",
         "own_rule",
         "recipes",
-        "recipes_models",
         "compile",
-        "gpu",
         "fronts",
         "physics",
         "devices",
-        "post_training",
     )
 ]
 PAGES = {
@@ -45,8 +42,7 @@ PAGES = {
             for page in [
                 *GUIDES,
                 "guides/trainers",
-                "which_function",
-                "notebooks",
+                "reference",
                 "coming_from",
                 "rules",
                 "evidence",
@@ -63,11 +59,12 @@ REPORTS = [
     ROOT / "tests/claims/LAWS_OF_TORCHJD.md",
     ROOT / "tests/engines/OWN_KIND.md",
 ]
+FENCED = r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?"
 BLOCKS = [
     (path, *block)
     for path, text in PAGES.items()
-    if path.stem != "trainers"  # they need packages of their own: tests/models runs them
-    for block in re.findall(r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, flags=re.DOTALL)
+    # The loops above that heading need packages of their own: tests/models runs them.
+    for block in re.findall(FENCED, text.rpartition("\n## Float16 post-training\n")[2], flags=re.DOTALL)
 ]
 DIFFS = [code for _, language, code, _ in BLOCKS if language == "diff"]
 
@@ -167,7 +164,7 @@ def test_after_the_way_from_torchjd_training_is_the_same(shown):
 
 def test_a_float16_loop_changes_by_the_lines_that_are_shown():
     (diff,) = [diff for diff in DIFFS if "jd.weigh" in diff and "scaler" in diff]
-    page = PAGES[ROOT / "docs/guides/post_training.md"]
+    page = PAGES[ROOT / "docs/guides/trainers.md"]
     before, after = re.findall(r"```python\n(torch.manual_seed.*?)```", page, re.DOTALL)
     lines = diff.splitlines()
     for sign, loop in (("-", before), ("+", after)):
@@ -260,7 +257,7 @@ def test_the_readme_is_short():
 
 def test_every_notebook_is_linked():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"](../notebooks/{path.name})" in PAGES[ROOT / "docs/notebooks.md"]
+        assert f"](../notebooks/{path.name})" in PAGES[ROOT / "docs/reference.md"]
 
 
 def test_the_names_in_the_text_are_there():

@@ -6,7 +6,6 @@ import re
 import sys
 import warnings
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,14 +28,14 @@ GUIDES = ROOT / "docs" / "guides"
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What the reader of the recipes has after both pages, each of which begins with what it needs."""
+    """What the reader of the recipes has after all blocks."""
     module = ModuleType("reader")
     session = vars(module)
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.setitem(sys.modules, "reader", module)  # where torch.compile looks for what is global
         patch.chdir(tmp_path_factory.mktemp("reader"))
         torch.manual_seed(0)
-        for block in chain(*(blocks(GUIDES / f"{page}.md") for page in ("recipes", "recipes_models"))):
+        for block in blocks(GUIDES / "recipes.md"):
             exec(compile(block, "recipes", "exec"), session)
         session["table"] = [*csv.reader(Path("losses.csv").read_text(encoding="utf-8").splitlines())]
     return session

@@ -10,7 +10,7 @@ from rule_table import RULES, rule_of
 import functional_jd as jd
 from functional_jd.core.tree import tree_leaves, tree_map
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recipes_models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
 
 
 def drawn(name, seed, absent=None):

@@ -20,7 +20,8 @@ from two_ranks import meet, run
 import functional_jd as jd
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "trainers.md"
-SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+LOOPS = PAGE.read_text(encoding="utf-8").partition("\n## Float16 post-training\n")[0]
+SECTIONS = re.split(r"^## ", LOOPS, flags=re.MULTILINE)
 START, *REST = [re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL) for part in SECTIONS]
 BLOCKS = {part.partition("\n")[0]: blocks for part, blocks in zip(SECTIONS[1:], REST, strict=True)}
 LIBRARIES = {
