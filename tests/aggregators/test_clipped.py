@@ -1,4 +1,6 @@
-"""Clipping by norm, row by row: torch's own clipping of single gradients, the sensitivity, and steps without rows."""
+"""Clipping by norm, row by row: torch's own, the sensitivity, the automatic formula, and steps without rows."""
+
+import math
 
 import pytest
 import torch
@@ -93,3 +95,32 @@ def test_an_overflow_skips_the_step_and_backs_off_its_own_scale(engine):
     assert info.finite.tolist() == [True, False]
     assert after.scale.scale.tolist() == [2.0**16, 2.0**15]
     assert torch.equal(after.params, state.params)
+
+
+ROWS = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.0, 0.4], [0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+@given(jacobians(), st.integers(1, 40).map(lambda k: k / 16))
+def test_equal_to_the_formula_by_hand(rows, gamma):
+    weights = fj.aggregate(fj.auto_clipped(gamma), rows).weights
+    for weight, row in zip(weights.tolist(), rows.tolist(), strict=True):
+        assert math.isclose(weight, 1 / (math.hypot(*row) + gamma), rel_tol=64 * eps())
+    doubled = fj.aggregate(fj.auto_clipped(gamma, max_norm=torch.tensor(2.0)), rows).weights
+    assert torch.equal(doubled, 2 * weights)
+
+
+@given(jacobians(), st.integers(1, 40).map(lambda k: k / 16))
+def test_no_row_adds_more_than_one_and_the_order_of_norms_stays(rows, gamma):
+    added = fj.aggregate(fj.auto_clipped(gamma), rows).weights * rows.norm(dim=1)
+    assert (added <= 1 + 64 * eps()).all()
+    order = rows.norm(dim=1).argsort()
+    assert (added[order].diff() >= -64 * eps()).all()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_with_small_gamma_the_unit_of_a_loss_does_not_matter(size):
+    rows, gamma = ROWS[:2], 1e-12
+    expected = fj.aggregate(fj.auto_clipped(gamma), rows).direction
+    # gamma changes a row's share by gamma over its norm.
+    shortest = min(size, 1) * rows.norm(dim=1).min()
+    check_within(fj.aggregate(fj.auto_clipped(gamma), size * rows).direction, expected, 2 * gamma / shortest)

@@ -1,15 +1,17 @@
 """Rules with a memory: what units and lengths do not change, and what is carried over from call to call."""
 
-import numpy as np
 import pytest
 import torch
 from bounds import check_within, eps, half_the_digits
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from sequences import number, values
 
-from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregation.aggregate import aggregate, start
+from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import full_jacobian, row_norms
+from functional_jd.aggregators.constant import constant
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.excess_mtl import excess_mtl
@@ -19,7 +21,9 @@ from functional_jd.aggregators.moco import moco
 from functional_jd.aggregators.modo import modo
 from functional_jd.aggregators.random_weights import random_weights
 from functional_jd.aggregators.sdmgrad import sdmgrad
+from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.random import key
+from functional_jd.testing.strategies import jacobians
 
 
 def test_modo_on_the_same_batch_again_and_again_leads_to_the_min_norm_point():
@@ -62,31 +66,10 @@ def test_the_length_of_a_row_does_not_matter_to_moco(scales, dtype):
         check_within(direction, expected, 64 * eps(dtype) * expected.abs().max())
 
 
-def other(k):
-    return number(k) + number(k + 4) / 2
-
-
 def test_without_a_scale_the_weights_of_sdmgrad_stay():
     J = number(0)
     assert aggregate(sdmgrad(), J, None, -J).weights.tolist() == pytest.approx([1 / 3] * 3)
     assert aggregate(sdmgrad(), 0 * J, None, J).direction.tolist() == [0] * 4
-
-
-def twice(one, two, u):
-    rule = sdmgrad(0.1, n_steps=3, preference=u)
-    state = aggregate(rule, one, None, two).state
-    return aggregate(rule, two, state, one).direction
-
-
-def test_derivatives_of_sdmgrad_are_those_of_finite_differences():
-    u = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    inputs = (number(0).requires_grad_(), other(0).requires_grad_(), u.requires_grad_())
-    assert torch.autograd.gradcheck(twice, inputs, check_forward_ad=True)
-
-
-sequences = hnp.arrays(
-    np.float64, st.tuples(st.just(5), st.integers(1, 4), st.integers(1, 4)), elements=st.integers(-3, 3)
-)
 
 
 @pytest.mark.parametrize("scales", [[1e-30, 1.0, 1e30], [1e30] * 3, [1e-30] * 3])
@@ -143,3 +126,91 @@ def test_the_unit_of_a_loss_does_not_matter_to_db_mtl(scales, dtype):
         rows, losses = factors.unsqueeze(1) * number(k).to(dtype), factors * values(k).to(dtype)
         direction, _, scaled = aggregate(rule, rows, scaled, losses=losses)
         check_within(direction, expected, 64 * eps(dtype) * expected.abs().max())
+
+
+def entrywise():
+    """Weights for every entry: how much of a row's absolute values it holds."""
+    return stateless(full_jacobian, lambda J: {key: leaf.abs() / leaf.abs().sum() for key, leaf in J.items()})
+
+
+def test_equal_to_the_peer_over_four_calls():
+    # torchjd 0.18, CRMOGMWeighting(w, alpha=0.5) where w returns the rows [1, 2, 3], [3, 2, 1], [0, 0, 4], [1, 1, 1]
+    given = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [0.0, 0.0, 4.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    rule, state = cr_mogm(stateless(full_jacobian, lambda J: J[:, 0]), 0.5), None
+    for weights, expected in zip(given, [[1.0, 2.0, 3.0], [2.0] * 3, [1.0, 1.0, 3.0], [1.0, 1.0, 2.0]], strict=True):
+        seen, state = aggregate(rule, weights.unsqueeze(1), state)[1:]
+        torch.testing.assert_close(seen.tolist(), expected)
+
+
+@pytest.mark.parametrize("rule", [upgrad(), mean(), constant([0.1, 0.2, 0.3]), cr_mogm(upgrad())])
+def test_the_first_call_is_the_rule_bit_for_bit_whatever_init_saw(rule):
+    expected = aggregate(rule, number(0))
+    assert torch.equal(aggregate(cr_mogm(rule), number(0)).direction, expected.direction)
+    elsewhere = start(cr_mogm(rule), number(1) * torch.nan)
+    assert torch.equal(aggregate(cr_mogm(rule), number(0), elsewhere).direction, expected.direction)
+
+
+@given(st.lists(st.floats(-1e18, 1e18), min_size=1, max_size=4), st.floats(0, 0.999))
+def test_weights_that_never_change_stay_bit_for_bit(weights, momentum):
+    rule, state, J = cr_mogm(constant(weights), momentum), None, torch.ones(len(weights), 2)
+    for _ in range(3):
+        seen, state = aggregate(rule, J, state)[1:]
+        assert seen.tolist() == weights
+
+
+def test_weights_entry_by_entry_are_averaged_entry_by_entry():
+    trees = [{"w": number(k)[:, :3], "b": number(k)[:, 3]} for k in range(2)]
+    first, second = (aggregate(entrywise(), tree).weights for tree in trees)
+    rule = cr_mogm(entrywise(), 0.25)
+    state = aggregate(rule, trees[0]).state
+    weights = aggregate(rule, trees[1], state).weights
+    torch.testing.assert_close(weights["w"], 0.25 * first["w"] + 0.75 * second["w"])
+    torch.testing.assert_close(weights["b"], 0.25 * first["b"] + 0.75 * second["b"])
+
+
+LIKE = {"w": torch.zeros(2, 2), "b": torch.zeros(())}
+# Small integers and halves: exact in float64, in whatever order they are added up.
+some_rows = jacobians(3, like=LIKE, wide=False)
+some_weights = st.lists(st.integers(-4, 4), min_size=3, max_size=3).map(
+    lambda w: torch.tensor(w, dtype=torch.float64) / 2
+)
+keeps = st.sampled_from([0.0, 0.25, 0.5]).map(lambda keep: torch.tensor(keep, dtype=torch.float64))
+
+
+@given(st.lists(st.tuples(some_rows, some_weights, keeps), min_size=1, max_size=4))
+def test_an_average_is_the_sum_of_what_every_call_left_in_it(calls):
+    average = zero_rows(calls[0][0])
+    for J, factors, keep in calls:
+        average = next_average(average, keep, J, factors)
+    for name in LIKE:
+        for i in range(3):
+            expected = torch.zeros_like(average[name][i])
+            for t, (J, factors, _) in enumerate(calls):
+                left = factors[i]
+                for _, _, keep in calls[t + 1 :]:
+                    left = left * keep
+                expected = expected + left * J[name][i]
+            assert torch.equal(average[name][i], expected)
+
+
+@given(some_rows, some_rows, some_weights, some_weights, keeps)
+def test_weights_of_the_current_rows_and_the_rest_add_up_to_the_averages(before, J, factors, w, keep):
+    after, split = next_average(before, keep, J, factors), average_as_weights(before, keep, factors, w)
+    for name, leaf in J.items():
+        found = (split[name].weights * leaf).sum(0) + split[name].rest
+        expected = sum(w[i] * after[name][i] for i in range(3))
+        assert torch.equal(found, expected)
+
+
+@given(some_rows)
+def test_norms_are_those_of_the_flattened_rows(J):
+    expected = [torch.cat([J["w"][i].reshape(-1), J["b"][i].reshape(1)]).square().sum().sqrt() for i in range(3)]
+    torch.testing.assert_close(row_norms(J), torch.stack(expected))
+
+
+def test_half_precision_is_remembered_in_float32_and_measured_in_float64():
+    J = torch.full((1, 4), 60000.0, dtype=torch.float16)
+    assert zero_rows(J).dtype == torch.float32
+    assert row_norms(J).tolist() == [J[0, 0].item() * 2]
+    tiny = torch.full((1, 4), 1e-30)
+    assert row_norms(tiny).tolist() == pytest.approx([2e-30], rel=eps(torch.float32), abs=0)

@@ -30,6 +30,11 @@ def twice(rule, J):
     return jd.aggregate(rule, J.sin(), jd.aggregate(rule, J).state).direction
 
 
+def sdmgrad_twice(one, two, u):
+    rule = jd.sdmgrad(0.1, n_steps=3, preference=u)
+    return jd.aggregate(rule, two, jd.aggregate(rule, one, None, two).state, one).direction
+
+
 def numbers(*values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -52,6 +57,7 @@ CASES = {
     "nash_mtl, not clipped": (lambda J: direction(jd.nash_mtl(0.0), J), J3),
     **{f"config, {k}": (lambda J: direction(jd.config(), J), J) for k, J in enumerate((J3, DEPENDENT, EYE))},
     "pcd, with its memory": (lambda J: twice(jd.pcd(0.4), J), number(2) / 5),
+    "sdmgrad": (sdmgrad_twice, number(0), number(0) + number(4) / 2, numbers(0.2, 0.3, 0.5)),
 }
 
 

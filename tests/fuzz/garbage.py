@@ -1,7 +1,6 @@
 """Garbage of 29 kinds, and the judgement of a call that is given one of them in the place of an argument."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +124,3 @@ def _is_of_the_user(error: BaseException, is_function: bool, kind: str) -> bool:
     if not (is_function and kind in CALLABLE):
         return False
     return re.match(r"Unregistered\.__init__\(\) |Linear\.forward\(\) |upgrad(\(\) |: )", str(error)) is not None
-
-
-def tally(outcomes: Mapping[Any, str]) -> Counter[str]:
-    """How many calls are good, accepted and raw."""
-    return Counter("raw" if x not in ("good", "accepted") else x for x in outcomes.values())

@@ -61,13 +61,6 @@ def examples():
     return fj.gramian_fn(fj.per_example(loss))(params, torch.arange(24.0).reshape(4, 2, 3))[0].flatten().tolist()
 
 
-def optimizer_of_torch():
-    import functional_jd as fj
-
-    optimizer, params = fj.from_torch(torch.optim.Adam, lr=0.1), torch.ones(2)
-    return optimizer.update(torch.ones(2), optimizer.init(params), params)[0].tolist()
-
-
 def draws():
     from functional_jd.random import key, uniform
 
@@ -85,12 +78,6 @@ def drawn_in_vmap():
 
     f = torch.vmap(lambda x: nn.functional.dropout(x, 0.5, True), randomness="different")
     return fj.random.keyed(f)(fj.random.key(0), torch.ones(8, 2)).flatten().tolist()
-
-
-def jacobian(f, **how):
-    import functional_jd as fj
-
-    return lambda x: fj.jacobian_fn(f, **how)(x)[0]
 
 
 def compiled():

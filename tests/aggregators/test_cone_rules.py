@@ -1,16 +1,18 @@
-"""UPGrad: the laws of the paper, the reference on the rows themselves, and every transform."""
+"""UPGrad and DualProj: the laws of the paper, references on the rows themselves, and every transform."""
 
 import pytest
 import torch
-from bounds import check_within, cone_bound, eps, product_bound
+from bounds import check_within, cone_bound, eps, product_bound, projection_bound
 from hypothesis import given
+from scipy.optimize import nnls
 from sequences import integer_jacobians, random_rows
 
 from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregators.dualproj import dualproj
 from functional_jd.aggregators.upgrad import upgrad
 
 
-def direction(J, preference=None):
+def of_upgrad(J, preference=None):
     return aggregate(upgrad(preference), J).direction
 
 
@@ -31,14 +33,16 @@ def test_the_slightest_conflict_counts(m, cosine):
 
 @given(integer_jacobians())
 def test_equal_to_the_mean_where_nothing_conflicts(J):
-    assert torch.equal(aggregate(upgrad(), J.abs()).weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
+    for rule in (upgrad(), dualproj()):
+        weights = aggregate(rule, J.abs()).weights
+        assert torch.equal(weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
 
 
 @given(integer_jacobians())
 def test_a_row_of_zeros_counts_as_preferred_and_changes_nothing(J):
     m = len(J)
     padded = aggregate(upgrad(), torch.cat([J, torch.zeros_like(J[:1])]))
-    check_within(padded.direction * (m + 1), direction(J) * m, m * rounding(J))
+    check_within(padded.direction * (m + 1), of_upgrad(J) * m, m * rounding(J))
     assert padded.weights[m] == 1 / (m + 1)
 
 
@@ -57,7 +61,7 @@ def test_low_precision_jacobians_have_float64_weights(dtype):
 
 
 def loss(J, u):
-    return direction(J, u).square().sum()
+    return of_upgrad(J, u).square().sum()
 
 
 @pytest.mark.parametrize("m", [2, 4])
@@ -75,6 +79,35 @@ def test_a_batch_of_second_derivatives_is_the_loop_and_compiles(m):
 @pytest.mark.inductor
 def test_compiles_to_machine_code():
     J = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
-    f = lambda J: (direction(J), torch.func.grad(lambda J: direction(J).square().sum())(J))
+    f = lambda J: (of_upgrad(J), torch.func.grad(lambda J: of_upgrad(J).square().sum())(J))
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True)(J), torch.vmap(f)(J))
+
+
+def of_dualproj(J, preference=None):
+    return aggregate(dualproj(preference), J).direction
+
+
+def projection(J, x):
+    """x projected on the dual cone of the rows, by non-negative least squares on the unit rows, and its rounding."""
+    N = torch.nn.functional.normalize(J, dim=1)
+    length = max(float(x.norm()), 1e-300)
+    s = torch.from_numpy(nnls(N.T.numpy(), -(x / length).numpy(), maxiter=100 * len(J))[0])
+    return x + length * s @ N, float(torch.linalg.vector_norm(J, dim=1).max()) * projection_bound(N, s)
+
+
+@pytest.mark.parametrize("m", [2, 5, 16, 64])
+def test_exact_to_rounding(m):
+    for J in (random_rows(m, m + 5), random_rows(m, m + 5) - 0.9 * random_rows(m, m + 5).mean(0)):
+        check_within(of_dualproj(J), *projection(J, J.mean(0)))
+
+
+@pytest.mark.parametrize("m", [5, 40])
+def test_rows_of_very_different_norms_are_not_conflicted_with(m):
+    generator = torch.Generator().manual_seed(m)
+    J = torch.randn(m, m + 5, generator=generator, dtype=torch.float64)
+    scaled = J * 10 ** (36 * torch.rand(m, 1, generator=generator, dtype=torch.float64) - 18)
+    d = of_dualproj(scaled)
+    expected, rounding = projection(scaled, scaled.mean(0))
+    assert (J @ d / torch.linalg.vector_norm(J, dim=1)).min() >= -rounding
+    check_within(d, expected, rounding)
