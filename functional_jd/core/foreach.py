@@ -52,12 +52,9 @@ def _flat(x: Tensor) -> Tensor:
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
     """The products of tensors with a factor `[]`, each in its own dtype: of all of one dtype at once."""
-    if not leaves:
-        return []
-    factors = {dtype: factor.to(leaves[0].device, dtype) for dtype in {leaf.dtype for leaf in leaves}}
-    if len(factors) == 1 and not under_transform():
-        return _times(leaves, factors[leaves[0].dtype])
-    return [leaf * factors[leaf.dtype] for leaf in leaves]
+    if len({leaf.dtype for leaf in leaves}) == 1 and not under_transform():
+        return _times(leaves, factor.to(leaves[0].device, leaves[0].dtype))
+    return [leaf * factor.to(leaf.device, leaf.dtype) for leaf in leaves]
 
 
 def copy_each(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -14,8 +14,8 @@ Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 
 Record = TypeVar("Record")
 
-# The maximum number of values in a cell, of children shown per container, and of rows in a table.
-_MAX_VALUES, _MAX_CHILDREN, MAX_ROWS = 6, 8, 20
+# The maximum number of values in a cell, of rows in a table, and of the values of a vector whose range is shown.
+_MAX_VALUES, MAX_ROWS, _LONGEST = 6, 20, 1000
 
 
 def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type[Record]]:
@@ -54,14 +54,8 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def outline(value: Any) -> Table:
-    """Return a table of a pytree, two levels deep; only the values of small tensors are read."""
-    rows: list[list[str]] = []
-    for name, child in children(value) or []:
-        rows.append([name, *_value_and_dtype(child)])
-        grandchildren = [] if isinstance(child, Tensor) else children(child) or []
-        rows += [["  " + key, *_value_and_dtype(grandchild)] for key, grandchild in grandchildren[:_MAX_CHILDREN]]
-        if grandchildren[_MAX_CHILDREN:]:
-            rows.append([f"  ... {len(grandchildren) - _MAX_CHILDREN} more", "", ""])
+    """Return a table with one row for each child; only the values of numbers and of short vectors are read."""
+    rows = [[name, _summary(child), _dtypes_and_devices(child)] for name, child in children(value) or []]
     return type(value).__name__, [], rows
 
 
@@ -101,18 +95,21 @@ def as_text(table: Table) -> str:
     return "\n".join([title, *("  " + line.rstrip() for line in padded)])
 
 
-def _value_and_dtype(value: Any) -> list[str]:
-    """Return two cells: the values or their number, and the dtypes."""
+def _summary(value: Any) -> str:
+    """Return the values of a short vector or their range, the shape of another tensor, or how much a container has."""
     if isinstance(value, Tensor):
-        return [_summary(value) if value.numel() <= _MAX_VALUES else _shape(value), _dtypes_and_devices([value])]
+        if value.ndim > 1 or value.numel() > _LONGEST or not has_values(value):
+            return f"tensor {list(value.shape)}"  # without the word, a shape could be read as values
+        numbers = value.detach().reshape(-1).tolist()
+        if value.ndim == 0:
+            return number(numbers[0])
+        return f"[{', '.join(map(number, numbers))}]" if len(numbers) <= _MAX_VALUES else ranged(numbers)
     if children(value) is None:
-        return [getattr(value, "__qualname__", type(value).__name__), ""]
+        return getattr(value, "__qualname__", type(value).__name__)
     leaves = _tensors(value)
-    if not leaves:
-        return ["empty", ""]
     count = sum(leaf.numel() for leaf in leaves)
     tensors = "1 tensor" if len(leaves) == 1 else f"{len(leaves)} tensors"
-    return [f"{tensors}, {count:,} {'number' if count == 1 else 'numbers'}", _dtypes_and_devices(leaves)]
+    return f"{tensors}, {count:,} {'number' if count == 1 else 'numbers'}" if leaves else "empty"
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -121,20 +118,11 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for _, child in children(value) or [] for leaf in _tensors(child)]
 
 
-def _dtypes_and_devices(tensors: list[Tensor]) -> str:
+def _dtypes_and_devices(value: Any) -> str:
+    tensors = _tensors(value)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     devices = {str(tensor.device) for tensor in tensors} - {"cpu"}
     return ", ".join(sorted(dtypes)) + "".join(f" on {device}" for device in sorted(devices))
-
-
-def _summary(value: Any) -> str:
-    """Return the values of a vector or their range, or the shape of any other tensor."""
-    if not has_values(value) or value.ndim > 1:
-        return _shape(value) if isinstance(value, Tensor) else _value_and_dtype(value)[0]
-    numbers = value.detach().reshape(-1).tolist()
-    if value.ndim == 0:
-        return number(numbers[0])
-    return f"[{', '.join(map(number, numbers))}]" if len(numbers) <= _MAX_VALUES else ranged(numbers)
 
 
 def ranged(numbers: list[Any]) -> str:
@@ -147,7 +135,3 @@ def ranged(numbers: list[Any]) -> str:
         return f"{len(numbers)} times nan"
     least, most = number(min(known)), number(max(known))
     return f"{len(numbers)} {f'times {least}' if least == most else f'from {least} to {most}'}{lost}"
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"tensor {list(tensor.shape)}"  # without the word, a shape could be read as values

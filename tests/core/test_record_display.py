@@ -72,25 +72,14 @@ def test_a_state_of_ten_million_numbers_is_a_summary():
         displayed_as = lines(state)
     assert displayed_as[0] == "TrainState"
     assert re.fullmatch(r"  params +4 tensors, 10,203,400 numbers +float32", displayed_as[1])
-    assert re.fullmatch(r"    0.weight +tensor \[3000, 3000\] +float32", displayed_as[2])
-    assert any(re.fullmatch(r"    first +4 tensors, 10,203,400 numbers +float32", line) for line in displayed_as)
-    assert len(displayed_as) < 25
+    assert len(displayed_as) == 6
     assert max(map(len, displayed_as)) < 120
 
 
-def test_many_keys_are_cut_short():
-    displayed_as = lines(Pair({f"layer{i}": torch.zeros(9) for i in range(50)}, ()))
-    assert displayed_as[-2].strip() == "... 42 more"
-    assert displayed_as[-1].split() == ["second", "empty"]
-    assert len(displayed_as) == 12
-
-
 def test_small_tensors_show_their_numbers_and_large_ones_their_shape():
-    record = Pair(
-        torch.tensor([1.0, 2.5]), {"grid": torch.zeros(2, 2), "long": torch.zeros(7), "flag": torch.ones(()) > 0}
-    )
-    text = repr(record)
-    for expected in ("[1, 2.5]", "tensor [2, 2]", "tensor [7]", "True"):
+    vector, grid, long, flag = torch.tensor([1.0, 2.5]), torch.zeros(2, 2), torch.zeros(1001), torch.ones(()) > 0
+    text = repr(Pair(vector, grid)) + repr(Pair(long, flag)) + repr(Pair(torch.arange(7), {}))
+    for expected in ("[1, 2.5]", "tensor [2, 2]", "tensor [1001]", "True", "7 from 0 to 6", "empty"):
         assert expected in text
 
 
@@ -200,7 +189,8 @@ def test_whatever_a_record_holds_is_shown(first, second):
 
 
 def test_registered_dataclasses_are_seen_through():
-    assert "inside" in repr(Pair({"box": 0}, Box(torch.zeros(3, 3))))
+    assert repr(Pair({"box": 0}, Box(torch.zeros(3, 3)))).endswith("1 tensor, 9 numbers  float32")
+    assert "  inside  " in as_text(outline(Box(torch.zeros(3, 3))))
 
 
 def everywhere(x):
