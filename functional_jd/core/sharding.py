@@ -21,10 +21,7 @@ if torch.distributed.is_available():
     # DTensor imports it late, and defaults of its functions then keep a group for ever: see `distributed.leave`.
     import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
 
-_OPERATORS: Any = private(
-    "ops._c10d_functional", "replicas",
-    "all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor",
-)  # fmt: skip
+_OPERATORS: Any = private("ops._c10d_functional", "replicas")
 """Collectives as operators, which torch.compile and make_fx trace."""
 
 

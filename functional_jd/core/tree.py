@@ -274,7 +274,7 @@ class Position:
 @constant_while_tracing
 def _register_all_with_optree() -> None:
     """Register all containers of torch's pytree: a tracer reads the registry once, and would miss later ones."""
-    for container in pytree_nodes if isinstance(pytree_nodes, dict) else ():
+    for container in pytree_nodes.keys():  # noqa: SIM118
         if optree.register_pytree_node.get(container, namespace=NAMESPACE) is None:
             _register_with_optree(container)
 

@@ -144,6 +144,6 @@ def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
 
 def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph by inductor, for tensors of these shapes."""
-    compile_: Any = private("_inductor", "compiled", "standalone_compile").standalone_compile  # loads much
+    compile_: Any = private("_inductor", "compiled").standalone_compile  # loads much
     with torch.no_grad():
         return compile_(graph, [x.detach() for x in inputs], dynamic_shapes="from_example_inputs")

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from functional_jd.torch_compat.torch_internals import Missing, missing, private
+from functional_jd.torch_compat.torch_internals import Missing, private
 
 _FEATURE = "checkpoints that run again under modes"
 _top_hooks: Any = private("_C._autograd._top_saved_tensors_default_hooks", _FEATURE)
@@ -91,5 +91,5 @@ def _frame_of(pack: Any) -> Any:
         return None
     frame = inspect.getclosurevars(pack).nonlocals.get("frame")
     if not hasattr(frame, "recompute_fn"):
-        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
+        Missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)()
     return frame

@@ -17,48 +17,38 @@ SUPPORTED = "torch>=2.11"
 """What `pyproject.toml` asks for."""
 
 
-def private(name: str, feature: str, *parts: str, otherwise: Any = None) -> Any:
-    """An object of torch by its dotted name, itself: bound once, it costs no call more.
-
-    `feature` needs it, and `parts` are attributes that it must have. `otherwise` takes its place where torch has no
-    such name; None: a stand-in that raises as soon as it is called or asked for an attribute.
-    """
-    try:
-        found = resolve_name(f"torch.{name}")
-        lacking = [f"{name}.{part}" for part in parts if not hasattr(found, part)]
-    except (AttributeError, ImportError):
-        found, lacking = None, [name]
-    if not lacking:
-        return found
-    return Missing(lacking[0], feature) if otherwise is None else otherwise
-
-
-def missing(name: str, feature: str) -> RuntimeError:
-    """The error of a feature that needs a name which this torch does not have."""
-    name = name.removesuffix(".__get__").removesuffix(".default")
-    return RuntimeError(
-        f"functional_jd: expected torch.{name} for {feature}, found torch {torch.__version__} "
-        f'without it; install another: pip install "{SUPPORTED}".'
-    )
-
-
 class Missing:
-    """Stands in for a name that torch does not have, until it is called or asked for an attribute."""
+    """Stands in for a name that torch does not have, and raises once it is called or asked for an attribute."""
 
     def __init__(self, name: str, feature: str):
-        self.absent = name, feature
+        self.absent = name.removesuffix(".__get__"), feature
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise missing(*self.absent)
+        name, feature = self.absent
+        raise RuntimeError(
+            f"functional_jd: expected torch.{name} for {feature}, found torch {torch.__version__} "
+            f'without it; install another: pip install "{SUPPORTED}".'
+        )
 
     __getattr__ = __call__
+
+
+def private(name: str, feature: str, otherwise: Any = None) -> Any:
+    """An object of torch by its dotted name, itself: bound once, it costs no call more. `feature` needs it.
+
+    Where torch has no such name: `otherwise`, or a `Missing`.
+    """
+    try:
+        return resolve_name(f"torch.{name}")
+    except (AttributeError, ImportError):
+        return Missing(name, feature) if otherwise is None else otherwise
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _VMAPS = "functions under torch.vmap"
 
 _interpreters: Any = private("_C._functorch.get_interpreter_stack", "every function")
-_forward_ad: Any = private("autograd.forward_ad", "every function", "_current_level")
+_forward_ad: Any = private("autograd.forward_ad", "every function")
 _unwrap_batched: Any = private("_C._functorch._unwrap_batched", _VMAPS)
 _add_batch_dim: Any = private("_functorch.predispatch._add_batch_dim", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
