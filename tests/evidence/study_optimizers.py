@@ -1,7 +1,7 @@
 """`make optimizers-study`: does the optimizer hide the rule? SGD with momentum, AdamW and Muon under the same rules.
 
 Trains what `optimizers.json` lacks, stores each cell as soon as it is there, and so goes on where it was stopped; then
-writes the tables of `REPORT.md` and `docs/evidence.md`, and the picture `docs/evidence_optimizers.svg`. `--page` writes
+writes the tables of `REPORT.md` and the picture `evidence_optimizers.svg`. `--page` writes
 them from what is stored; `--quick` trains little in two draws, prints scores, and stores nothing. See `PROTOCOL.md`.
 """
 
@@ -33,7 +33,6 @@ import functional_jd as jd
 
 STORED = Path(__file__).with_name("optimizers.json")
 REPORT = Path(__file__).with_name("REPORT.md")
-DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- begin: made by tests/evidence, optimizers -->", "<!-- end: optimizers -->"
 DEVELOPMENT = ("tumours", "diabetes", "helmholtz", "fairness", "bandit", "unbalanced", "units", "two_digits")
 METHODS = (REFERENCE, "mean", "upgrad", "config", "nash_mtl", "unit_sum", "alternating")
@@ -225,16 +224,13 @@ def with_section(text: str, lines: list[str], heading: str, before: str) -> str:
     return f"{first}\n{heading}\n\n{made}\n{found}{rest}"
 
 
-def write_page(cells: Cells, folder: Path = DOCS, report: Path = REPORT) -> None:
-    """Write both tables into the report, the short one into the page, and draw the picture."""
-    title, lines = "## Does the optimizer hide the rule?", [WORDS, "", *short(cells)]
+def write_page(cells: Cells, report: Path = REPORT) -> None:
+    """Write both tables into the report, and draw the picture next to it."""
     picture = ["![Differences to standardised sums by rule and optimizer](evidence_optimizers.svg)", ""]
-    for path, made, before in (
-        (report, [*lines, "", *whole(cells)], "## What speaks against it"),
-        (folder / "evidence.md", [*picture, *lines], "## What speaks against it"),
-    ):
-        path.write_text(with_section(path.read_text(encoding="utf-8"), made, title, before), encoding="utf-8")
-    draw(cells, folder / "evidence_optimizers.svg")
+    lines = [*picture, WORDS, "", *short(cells), "", *whole(cells)]
+    title, before = "## Does the optimizer hide the rule?", "## What speaks against it"
+    report.write_text(with_section(report.read_text(encoding="utf-8"), lines, title, before), encoding="utf-8")
+    draw(cells, report.with_name("evidence_optimizers.svg"))
 
 
 def draw(cells: Cells, path: Path) -> None:

@@ -65,10 +65,9 @@ def test_a_cell_that_is_stored_is_not_trained_again(little, tmp_path, monkeypatc
     assert run(path) == cells
     assert against(cells, "tiny", "SGD", "config", "steps") is not None
     assert against({}, "tiny", "SGD", "config", "steps") is None
-    for name in ("evidence.md", "REPORT.md"):
-        (tmp_path / name).write_text("# Title\n\n## What speaks against it\n")
+    (tmp_path / "REPORT.md").write_text("# Title\n\n## What speaks against it\n")
     for _ in range(2):  # the second time between the marks
-        study_optimizers.write_page(cells, tmp_path, tmp_path / "REPORT.md")
+        study_optimizers.write_page(cells, tmp_path / "REPORT.md")
     assert (tmp_path / "REPORT.md").read_text().count("## Does the optimizer hide the rule?") == 1
     assert (tmp_path / "evidence_optimizers.svg").exists()
     with pytest.raises(ValueError, match="must have the heading"):
