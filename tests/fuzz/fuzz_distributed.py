@@ -15,10 +15,7 @@ DISTRIBUTED = {
         names=("distributed",),
     ),
     "agree": Call(
-        distributed.agree,
-        lambda: {"finite": tensor(True), "group": None},
-        {"group": OPTION},
-        names=("distributed",),
+        distributed.agree, lambda: {"finite": tensor(True), "group": None}, {"group": OPTION}, names=("distributed",)
     ),
     "replicate": Call(
         distributed.replicate,

@@ -127,9 +127,13 @@ _OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CO
 _LOSSES = kinds({"losses"})
 
 
+def _given(**others: Any) -> dict[str, Any]:
+    """Losses, what they return, and where: most of these functions take them."""
+    return {"losses": losses, "returned": USUAL, "params": params(), "x": x()} | others
+
+
 def _argument(**others: Any) -> dict[str, Any]:
-    given = {"losses": losses, "returned": USUAL, "params": params(), "x": x(), "has_aux": False}
-    return given | {"scale": scale_state(), **others}
+    return _given(has_aux=False, scale=scale_state(), **others)
 
 
 _ARGNUMS = kinds({"zero", "minus_one"})
@@ -186,14 +190,7 @@ ENGINES = {
     ),
     "weights_fn": Call(
         _weights,
-        lambda: {
-            "losses": losses,
-            "returned": USUAL,
-            "aggregator": jd.upgrad(),
-            "params": params(),
-            "x": x(),
-            "group": False,
-        },
+        lambda: _given(aggregator=jd.upgrad(), group=False),
         {"x": EVERYTHING, "returned": CONSTANTS, "group": OPTION},
         _LOSSES,
         names=("distributed",),
@@ -241,12 +238,7 @@ def _searched(f, losses, returned, params, x, **others):
 
 
 SEARCHES = {
-    "blame": Call(
-        partial(_searched, jd.diagnostics.blame),
-        lambda: {"losses": losses, "returned": USUAL, "params": params(), "x": x(), "scale": scale_state()},
-        {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS},
-        _LOSSES,
-    ),
+    "blame": Call(partial(_searched, jd.diagnostics.blame), lambda: _given(scale=scale_state()), _OF_TWO, _LOSSES)
 }
 TRAINING = {
     "accumulate": Call(
@@ -268,38 +260,19 @@ TRAINING = {
     ),
     "check": Call(
         _checked,
-        lambda: {
-            "params": params(),
-            "x": x(),
-            "losses": losses,
-            "returned": USUAL,
-            "scale": scale_state(),
-            "buffers": (),
-            "has_aux": False,
-            "constant": (),
-        },
+        lambda: _argument(buffers=(), constant=()),
         {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
         _LOSSES,
     ),
     "train_state": Call(
         _train_state,
-        lambda: {
-            "params": params(),
-            "x": x(),
-            **method(),
-            "returned": USUAL,
-            "scale": scale_state(),
-            "buffers": (),
-            "engine": "auto",
-            "has_aux": False,
-            "constant": (),
-        },
+        lambda: _argument(buffers=(), constant=(), engine="auto") | method(),
         {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
         _LOSSES,
     ),
     "step": Call(
         _step,
-        lambda: {"state": state(), "x": x(), **method(), "returned": USUAL, "engine": "auto", "has_aux": False},
+        lambda: method(state=state(), x=x(), returned=USUAL, engine="auto", has_aux=False),
         {"x": EVERYTHING, "returned": CONSTANTS},
         _LOSSES,
     ),
@@ -359,12 +332,7 @@ TRAINING = {
     ),
     "from_checkpoint": Call(
         jd.from_checkpoint,
-        lambda: {
-            "checkpoint": jd.to_checkpoint(state()),
-            "like": state(),
-            "aggregator": None,
-            "optimizer": None,
-        },
+        lambda: {"checkpoint": jd.to_checkpoint(state()), "like": state(), "aggregator": None, "optimizer": None},
         {"aggregator": OPTION, "optimizer": OPTION},
     ),
 }

@@ -60,13 +60,7 @@ OPTIMIZERS = {
     "noised": _optimizer(
         jd.noised,
         {"multiplier": NOT_NEGATIVE - {"true"}, "max_norm": NOT_NEGATIVE - {"true"}, "batch_size": kinds({"scalar"})},
-        lambda: {
-            "optimizer": jd.sgd(0.1),
-            "key": key(0),
-            "multiplier": 1.0,
-            "max_norm": 1.0,
-            "batch_size": 4.0,
-        },
+        lambda: {"optimizer": jd.sgd(0.1), "key": key(0), "multiplier": 1.0, "max_norm": 1.0, "batch_size": 4.0},
     ),
     "line_search": Call(
         _searched,

@@ -13,20 +13,12 @@ RANDOM = {
         {"seed": kinds({"minus_one", "zero"}), "device": OPTION},
     ),
     "split": Call(random.split, lambda: {"key": key(0), "n": 2}, {"n": kinds({"zero"})}),
-    "fold_in": Call(
-        random.fold_in,
-        lambda: {"key": key(0), "number": 2},
-        {"number": kinds({"minus_one", "zero"})},
-    ),
+    "fold_in": Call(random.fold_in, lambda: {"key": key(0), "number": 2}, {"number": kinds({"minus_one", "zero"})}),
     "uniform": Call(
-        random.uniform,
-        lambda: {"key": key(0), "shape": (2,), "dtype": torch.float32},
-        {"shape": kinds({"list"})},
+        random.uniform, lambda: {"key": key(0), "shape": (2,), "dtype": torch.float32}, {"shape": kinds({"list"})}
     ),
     "normal": Call(
-        random.normal,
-        lambda: {"key": key(0), "shape": (2,), "dtype": torch.float32},
-        {"shape": kinds({"list"})},
+        random.normal, lambda: {"key": key(0), "shape": (2,), "dtype": torch.float32}, {"shape": kinds({"list"})}
     ),
     "permutation": Call(random.permutation, lambda: {"key": key(0), "n": 2}, {"n": kinds({"zero"})}),
     "keyed": Call(

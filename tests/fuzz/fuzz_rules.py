@@ -192,24 +192,15 @@ AGGREGATION = {
     "with_losses": Call(lambda view: jd.views.with_losses(view), lambda: {"view": jd.views.norms}),
     "dwa_end_epoch": Call(jd.dwa_end_epoch, lambda: {"state": _dwa_state()}),
     "famo_after_step": Call(
-        jd.famo_after_step,
-        lambda: {"state": _famo_state(), "losses": values()},
-        {"losses": kinds({"nans", "nested"})},
+        jd.famo_after_step, lambda: {"state": _famo_state(), "losses": values()}, {"losses": kinds({"nans", "nested"})}
     ),
     "objective_names": Call(jd.objective_names, lambda: {"losses": values()}, {"losses": TREE | EMPTY}),
     "diagnose": Call(
         jd.diagnostics.diagnose,
         lambda: {"jacobian_or_gramian": rows(), "direction_or_weights": ones(2), "gramian": False},
-        {
-            "jacobian_or_gramian": OF_TWO,
-            "direction_or_weights": kinds({"none", "nans"}),
-            "gramian": OPTION,
-        },
+        {"jacobian_or_gramian": OF_TWO, "direction_or_weights": kinds({"none", "nans"}), "gramian": OPTION},
     ),
-    "advise": Call(
-        jd.diagnostics.advise,
-        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2},
-    ),
+    "advise": Call(jd.diagnostics.advise, lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2}),
     "describe": Call(
         jd.diagnostics.describe,
         lambda: {"diagnosis": jd.diagnostics.diagnose(rows()), "names": ["a", "b"]},

@@ -72,33 +72,16 @@ PLOTTING = {
     ),
     "descend": Call(
         plotting.descend,
-        lambda: {
-            "problem": _problem(),
-            "rule": jd.mean(),
-            "optimizer": jd.sgd(0.1),
-            "steps": 1,
-            "starts": zeros(1, 2),
-        },
+        lambda: {"problem": _problem(), "rule": jd.mean(), "optimizer": jd.sgd(0.1), "steps": 1, "starts": zeros(1, 2)},
         {"optimizer": OPTION, "steps": OPTION | {"zero"}, "starts": OPTION},
     ),
     "front": _plot(
         plotting.front,
-        lambda: {
-            "points": _points(),
-            "names": ["a", "b"],
-            "ax": _axes(),
-            "reference": ones(2),
-        },
+        lambda: {"points": _points(), "names": ["a", "b"], "ax": _axes(), "reference": ones(2)},
         {"names": NAMES, "reference": OPTION},
     ),
     "history": _plot(
-        plotting.history,
-        lambda: {
-            "infos": _records(),
-            "states": _scales(),
-            "ax": _five_axes(),
-        },
-        {"states": OPTION},
+        plotting.history, lambda: {"infos": _records(), "states": _scales(), "ax": _five_axes()}, {"states": OPTION}
     ),
     "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
