@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from bounds import check_products, check_stable, check_within, eps
-from gramian_by_hand import F, Largest, both_prices, rows_of_parts, wide
-from hypothesis import given
-from hypothesis import strategies as st
+from bounds import check_products, check_stable
+from gramian_by_hand import F, Largest, both_prices, wide
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, mlp, numbers
 
 from functional_jd import cross_gramian_fn
 from functional_jd.engines.gramian import products
-from functional_jd.engines.gramian.products import Factors, crossed_leaf
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.callers import SlowPathWarning
@@ -23,47 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 def priced(patch, lean):
     patch.setattr(products, "crossed_factors_are_cheaper", lambda *_: lean)
-
-
-KIND = st.sampled_from(["own", "common right", "lookup", "rows"])
-
-
-@given(
-    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    kinds=st.tuples(*[st.lists(st.tuples(KIND, st.integers(1, 3)), min_size=0, max_size=2)] * 2),
-    groups=st.integers(1, 2),
-    o=st.integers(1, 6),
-    i=st.integers(1, 6),
-    lean=st.booleans(),
-    cached=st.sampled_from([1, 16, 1 << 17]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 99),
-)
-def test_leaf_by_leaf_equal_to_rows_multiplied_out(sizes, kinds, groups, o, i, lean, cached, dtype, seed):
-    """The layers that use a weight on one batch need not be those on the other."""
-    groups = 1 if any(kind == "lookup" for uses in kinds for kind, _ in uses) else groups
-    leaf, both = torch.zeros(groups * o, i, dtype=dtype), []
-    for m, uses in zip(sizes, kinds, strict=True):
-        parts = []
-        for k, (kind, p) in enumerate(uses):
-            seed += 7
-            if kind == "rows":
-                parts.append(numbers(m, *leaf.shape, seed=seed, dtype=dtype))
-                continue
-            left = numbers(m, p, groups, o, seed=seed, dtype=dtype)
-            if kind == "lookup":
-                left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed))
-            parts.append(Factors(left, numbers(1 if "common" in kind else m, p, groups, i, seed=seed + k, dtype=dtype)))
-        both.append(parts)
-    with pytest.MonkeyPatch.context() as patch:
-        priced(patch, lean)
-        patch.setattr(products, "block_size", lambda _: cached)
-        found = crossed_leaf(*both, leaf, *sizes)
-    assert (found.shape, found.dtype) == (sizes, torch.float64)
-    (rows, terms), (others, other_terms) = (
-        [rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1)] for parts, m in zip(both, sizes, strict=True)
-    )
-    check_within(found, rows @ others.mT, 4 * (leaf.numel() + 12) * eps(dtype) * (terms @ other_terms.mT))
 
 
 def flat_rows(case, args, m=None):

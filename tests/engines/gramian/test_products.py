@@ -9,75 +9,126 @@ from hypothesis import strategies as st
 from zoo import numbers
 
 from functional_jd.engines.gramian import products
-from functional_jd.engines.gramian.products import Factors, block_of, products_of_leaves
+from functional_jd.engines.gramian.products import Factors, block_of, crossed_leaf, products_of_leaves
 
 PRICES = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
+NORMS = pytest.mark.parametrize("norms", [False, True], ids=["gramian", "norms"])
 
 
-def agree(parts, leaf, m, tolerance):
-    (gramian_of, pull), rows = block_of(parts, leaf, m), rows_of_parts(parts, leaf.shape, m)
-    gramian, weights = rows @ rows.mT, numbers(m, seed=9)
-    assert gramian_of.dtype == torch.float64
-    assert (gramian_of - gramian).abs().max() <= tolerance * gramian.abs().max()
+def priced(patch, lean, cached=None):
+    for name in ("factors_are_cheaper", "position_norms_are_cheaper", "crossed_factors_are_cheaper"):
+        patch.setattr(products, name, lambda *_: lean)
+    if cached is not None:
+        patch.setattr(products, "block_size", lambda _: cached)
+
+
+def agree(parts, leaf, m, norms):
+    """Inner products or squared norms, and a weighted sum, with those of rows that are multiplied out."""
+    found, pull = block_of(parts, leaf, m, norms_only=norms)
+    rows, terms = (rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1))
+    assert found.dtype == torch.float64
+    length = sum(part.right.shape[1] if isinstance(part, Factors) else 1 for part in parts) + leaf.numel()
+    expected, size = (x.square().sum(1) if norms else x @ x.mT for x in (rows, terms))
+    check_within(found, expected, 4 * length * eps(leaf.dtype) * size)
+    assert not norms or (found >= 0).all()
+    weights = numbers(m, seed=9)
     direction = pull(weights)
     assert (direction.shape, direction.dtype) == (leaf.shape, leaf.dtype)
-    true = weights @ rows
-    assert (direction.double().reshape(-1) - true).abs().max() <= 10 * tolerance * rows.abs().max() * m
+    bound = 4 * (length + m) * eps(leaf.dtype) * (weights.abs() @ terms)
+    check_within(direction.reshape(-1), weights @ rows, bound)
 
 
-def priced(patch, lean, cached):
-    patch.setattr(products, "factors_are_cheaper", lambda *_: lean)
-    patch.setattr(products, "block_size", lambda _: cached)
+def drawn(uses, leaf, m, groups, seed, pixels=False):
+    """The parts of a leaf: for each use its kind and its positions."""
+
+    def side(rows, p, length, seed):
+        shape = (rows, groups, length, p) if pixels else (rows, p, groups, length)
+        made = numbers(*shape, seed=seed, dtype=leaf.dtype)
+        return made.permute(0, 3, 1, 2) if pixels else made  # neighbours are positions, as convolutions leave them
+
+    parts, (o, i) = [], (leaf.shape[0] // groups, leaf.shape[1])
+    for k, (kind, p) in enumerate(uses):
+        if kind == "rows":
+            parts.append(numbers(m, *leaf.shape, seed=seed + k, dtype=leaf.dtype))
+            continue
+        left = side(1 if kind == "common left" else m, p, o, seed + k)
+        if kind == "lookup":
+            left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed + k))
+        parts.append(Factors(left, side(1 if kind == "common right" else m, p, i, seed + k + 100)))
+    return parts
+
+
+USES = st.tuples(st.sampled_from(["own", "common left", "common right", "lookup", "rows"]), st.integers(1, 4))
+SIZES = {
+    "groups": st.integers(1, 2),
+    "o": st.integers(1, 7),
+    "i": st.integers(1, 7),
+    "lean": st.booleans(),
+    "cached": st.sampled_from([1, 16, 1 << 17]),
+    "dtype": st.sampled_from([torch.float32, torch.float64]),
+    "seed": st.integers(0, 99),
+}
+
+
+@NORMS
+@given(m=st.integers(1, 5), uses=st.lists(USES, min_size=1, max_size=3), pixels=st.booleans(), **SIZES)
+def test_blocks_equal_rows_by_hand(norms, m, uses, pixels, groups, o, i, lean, cached, dtype, seed):
+    """One weight in several layers, such as an embedding that is the output layer too."""
+    groups = 1 if any(kind == "lookup" for kind, _ in uses) else groups
+    leaf = torch.zeros(groups * o, i, dtype=dtype)
+    parts = drawn(uses, leaf, m, groups, seed, pixels)
+    if all(isinstance(part, Factors) and len(part.left) == len(part.right) == 1 for part in parts):
+        m = 1
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean, cached)
+        agree(parts, leaf, m, norms)
 
 
 @given(
-    m=st.integers(1, 5),
-    positions=st.lists(st.integers(1, 4), min_size=1, max_size=2),
-    groups=st.integers(1, 2),
-    o=st.integers(1, 7),
-    i=st.integers(1, 7),
-    kind=st.sampled_from(["own", "common left", "common right", "lookup"]),
-    pixels=st.booleans(),
-    dense=st.booleans(),
-    lean=st.booleans(),
-    cached=st.sampled_from([1, 16, 1 << 17]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 99),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    uses=st.tuples(*[st.lists(USES.filter(lambda use: use[0] != "common left"), max_size=2)] * 2),
+    **SIZES,
 )
-def test_blocks_equal_rows_by_hand(m, positions, groups, o, i, kind, pixels, dense, lean, cached, dtype, seed):
-    groups = 1 if kind == "lookup" else groups
-    leaf = torch.zeros(o, i, dtype=dtype) if kind == "lookup" else torch.zeros(groups * o, i, dtype=dtype)
-
-    def side(rows, p, length, seed):
-        if pixels:  # neighbours in memory are positions, as convolutions leave them
-            return numbers(rows, groups, length, p, seed=seed, dtype=dtype).permute(0, 3, 1, 2)
-        return numbers(rows, p, groups, length, seed=seed, dtype=dtype)
-
-    parts = []
-    for k, p in enumerate(positions):
-        left = side(1 if kind == "common left" else m, p, o, seed + k)
-        if kind == "lookup":
-            left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed))
-        parts.append(Factors(left, side(1 if kind == "common right" else m, p, i, seed + k + 100)))
-    if dense:
-        parts.append(numbers(m, *leaf.shape, seed=seed + 7, dtype=dtype))
+def test_two_batches_equal_rows_multiplied_out(sizes, uses, groups, o, i, lean, cached, dtype, seed):
+    """The layers that use a weight on one batch need not be those on the other."""
+    groups = 1 if any(kind == "lookup" for each in uses for kind, _ in each) else groups
+    leaf = torch.zeros(groups * o, i, dtype=dtype)
+    both = [drawn(each, leaf, m, groups, seed + 7 * k) for k, (m, each) in enumerate(zip(sizes, uses, strict=True))]
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean, cached)
-        agree(parts, leaf, m, 64 * eps(torch.float32) if dtype == torch.float32 else 2**12 * eps())
+        found = crossed_leaf(*both, leaf, *sizes)
+    assert (found.shape, found.dtype) == (sizes, torch.float64)
+    (rows, terms), (others, other_terms) = (
+        [rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1)] for parts, m in zip(both, sizes, strict=True)
+    )
+    check_within(found, rows @ others.mT, 4 * (leaf.numel() + 12) * eps(dtype) * (terms @ other_terms.mT))
 
 
-def test_a_leaf_that_nothing_reaches_has_rows_of_zeros():
-    gramian_of, pull = block_of([], torch.ones(2, 3), 4)
-    assert torch.equal(gramian_of, torch.zeros(4, 4, dtype=torch.float64))
+@NORMS
+def test_a_leaf_that_nothing_reaches_has_rows_of_zeros(norms):
+    found, pull = block_of([], torch.ones(2, 3), 4, norms_only=norms)
+    assert torch.equal(found, torch.zeros((4,) if norms else (4, 4), dtype=torch.float64))
     assert torch.equal(pull(torch.ones(4)), torch.zeros(2, 3))
 
 
+@NORMS
 @PRICES
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e12, 1e25])
-def test_sizes_leave_no_trace(size, lean, monkeypatch):
+def test_sizes_whose_squares_leave_the_range_of_float32_leave_no_trace(size, lean, norms, monkeypatch):
     priced(monkeypatch, lean, 64)
     left, right = numbers(3, 4, 1, 5, dtype=torch.float32), numbers(3, 4, 1, 6, seed=1, dtype=torch.float32)
-    agree([Factors(left * size, right)], torch.zeros(5, 6), 3, 64 * eps(torch.float32))
+    agree([Factors(left * size, right)], torch.zeros(5, 6), 3, norms)
+
+
+@PRICES
+def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
+    priced(monkeypatch, lean)
+    left, right = numbers(50, 3, 1, 4), numbers(50, 3, 1, 5, seed=1)
+    opposite = Factors(torch.cat([left, -left], 1), torch.cat([right, right], 1))
+    squares, _ = block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50, norms_only=True)
+    assert (squares >= 0).all()
+    size = (left.square().sum((1, 2, 3)) * right.square().sum((1, 2, 3))).max()
+    assert squares.max() <= 64 * eps() * size
 
 
 @PRICES

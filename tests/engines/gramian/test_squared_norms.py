@@ -8,21 +8,16 @@ from bounds import check_stable, check_within, eps
 from gramian_by_hand import (
     F,
     Largest,
-    both_prices,
     expectation,
-    rows_of_parts,
     single,
     weights_for,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, case_of, leaves
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
 
 from functional_jd import gramian_fn, squared_norms_fn
 from functional_jd.engines.gramian import products
-from functional_jd.engines.gramian.products import Factors, block_of
 from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.objectives import per_example
 from functional_jd.torch_compat.callers import here
@@ -33,85 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 def priced(patch, lean):
     patch.setattr(products, "position_norms_are_cheaper", lambda *_: lean)
-
-
-# Leaf by leaf
-
-
-def agree_leaf(parts, leaf, m):
-    gramian_of, pull = block_of(parts, leaf, m, norms_only=True)
-    rows, terms = (rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1))
-    assert gramian_of.dtype == torch.float64
-    assert (gramian_of >= 0).all()
-    length = sum(part.right.shape[1] if isinstance(part, Factors) else 1 for part in parts) + leaf.numel()
-    check_within(gramian_of, rows.square().sum(1), 4 * length * eps(leaf.dtype) * terms.square().sum(1))
-    weights = numbers(m, seed=9)
-    direction = pull(weights)
-    assert (direction.shape, direction.dtype) == (leaf.shape, leaf.dtype)
-    bound = 4 * (length + m) * eps(leaf.dtype) * (weights.abs() @ terms)
-    check_within(direction.reshape(-1), weights @ rows, bound)
-
-
-@given(
-    m=st.integers(1, 5),
-    kinds=st.lists(
-        st.tuples(st.sampled_from(["own", "common left", "common right", "lookup", "rows"]), st.integers(1, 4)),
-        min_size=1,
-        max_size=3,
-    ),
-    groups=st.integers(1, 2),
-    o=st.integers(1, 6),
-    i=st.integers(1, 6),
-    lean=st.booleans(),
-    cached=st.sampled_from([1, 16, 1 << 17]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 99),
-)
-def test_norms_equal_those_of_rows_multiplied_out(m, kinds, groups, o, i, lean, cached, dtype, seed):
-    """One weight in several layers, such as an embedding that is the output layer too."""
-    groups = 1 if any(kind == "lookup" for kind, _ in kinds) else groups
-    leaf = torch.zeros(groups * o, i, dtype=dtype)
-    parts = []
-    for k, (kind, p) in enumerate(kinds):
-        if kind == "rows":
-            parts.append(numbers(m, *leaf.shape, seed=seed + k, dtype=dtype))
-            continue
-        left = numbers(1 if kind == "common left" else m, p, groups, o, seed=seed + k, dtype=dtype)
-        if kind == "lookup":
-            left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed + k))
-        rows = 1 if kind == "common right" else m
-        parts.append(Factors(left, numbers(rows, p, groups, i, seed=seed + k + 100, dtype=dtype)))
-    if all(isinstance(part, Factors) and len(part.left) == len(part.right) == 1 for part in parts):
-        m = 1
-    with pytest.MonkeyPatch.context() as patch:
-        priced(patch, lean)
-        patch.setattr(products, "block_size", lambda _: cached)
-        agree_leaf(parts, leaf, m)
-
-
-def test_a_leaf_that_nothing_reaches_has_norms_of_zero():
-    gramian_of, pull = block_of([], torch.ones(2, 3), 4, norms_only=True)
-    assert torch.equal(gramian_of, torch.zeros(4, dtype=torch.float64))
-    assert torch.equal(pull(torch.ones(4)), torch.zeros(2, 3))
-
-
-@both_prices
-@pytest.mark.parametrize("size", [1e-25, 1e25])
-def test_sizes_whose_squares_leave_the_range_of_float32_are_no_overflow(size, lean, monkeypatch):
-    priced(monkeypatch, lean)
-    left, right = numbers(3, 4, 1, 5, dtype=torch.float32), numbers(3, 4, 1, 6, seed=1, dtype=torch.float32)
-    agree_leaf([Factors(left * size, right)], torch.zeros(5, 6), 3)
-
-
-@both_prices
-def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
-    priced(monkeypatch, lean)
-    left, right = numbers(50, 3, 1, 4), numbers(50, 3, 1, 5, seed=1)
-    opposite = Factors(torch.cat([left, -left], 1), torch.cat([right, right], 1))
-    gramian_of, _ = block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50, norms_only=True)
-    assert (gramian_of >= 0).all()
-    size = (left.square().sum((1, 2, 3)) * right.square().sum((1, 2, 3))).max()
-    assert gramian_of.max() <= 64 * eps() * size
 
 
 # Model by model
