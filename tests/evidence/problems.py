@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from problems_development import bandit, diabetes, fairness, noisy_labels, tumours, two_digits, unbalanced, units
-from problems_equations import burgers, heat, helmholtz
-from problems_fronts import beta_vae
-from problems_held_out import (
-    computers,
-    diamonds,
-    households,
-    loans,
-    molecule_properties,
-    signals_of_digits,
-    twenty,
+from problems_development import (
+    bandit,
+    beta_vae,
+    diabetes,
+    fairness,
+    noisy_labels,
+    tumours,
+    two_digits,
+    unbalanced,
+    units,
 )
+from problems_equations import burgers, heat, helmholtz
+from problems_held_out import computers, diamonds, households, loans, molecule_properties, signals_of_digits, twenty
 from problems_large import convolutions, graph_net, transformer
 from study_problem import Problem
 

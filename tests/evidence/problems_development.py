@@ -1,4 +1,7 @@
-"""The development problems but for differential equations: those that rules and thresholds were chosen on."""
+"""The development problems but for differential equations: those that rules and thresholds were chosen on.
+
+And one of the study of fronts alone, `beta_vae`.
+"""
 
 import torch
 from study_problem import (
@@ -13,9 +16,9 @@ from study_problem import (
     explained,
     generator_of,
     judged,
+    mixed,
     network,
     splits,
-    standardized,
 )
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, cross_entropy, log_softmax, pad
@@ -28,18 +31,13 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def units() -> Problem:
-    """Two tasks on the digits; the unit of one loss is 1e-9, that of the other 1e3."""
+    """Five columns of a digit are seen: name the digit (cross entropy, times 1e-9) and guess the other three columns
+    (squared error, times 1000).
+    """
     images, labels = digits()
     columns = images[:, :, :5].flatten(1), labels, images[:, :, 5:].flatten(1)
-
-    def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        out = apply(params, x)
-        return out[:, :10], out[:, 10:]
-
+    values = lambda params, x, *_: apply(params, x).split([10, 24], dim=1)
     return Problem(
-        "digits in two units",
-        "Five columns of a digit are seen: name the digit (cross entropy, times 1e-9) and guess the other three "
-        "columns (squared error, times 1000).",
         lambda draw: splits(columns, draw),
         lambda g: network(g, 40, 32, 34),
         *judged(values, lambda x, label, right: (label, right), (10, 0), (1e-9, 1e3)),
@@ -49,7 +47,10 @@ def units() -> Problem:
 
 
 def noisy_labels() -> Problem:
-    """Digits, an objective for each example of a batch; four labels in ten are wrong."""
+    """Digits, and an objective for every example of a batch of 16; four labels in ten are drawn at random.
+
+    Validation and test have clean labels. Fixed weights mean nothing here.
+    """
     images, labels = digits()
 
     def data(draw: int) -> Data:
@@ -61,9 +62,6 @@ def noisy_labels() -> Problem:
         return found._replace(train=(x, noisy))
 
     return Problem(
-        "noisy labels",
-        "Digits, and an objective for every example of a batch of 16; four labels in ten are drawn at random. "
-        "Validation and test have clean labels. Fixed weights mean nothing here.",
         data,
         lambda g: network(g, 64, 32, 10),
         lambda params, x, label: cross_entropy(apply(params, x), label, reduction="none"),
@@ -83,7 +81,7 @@ def overlapping(split: Split, n: int, generator: torch.Generator) -> Split:
 
 
 def two_digits() -> Problem:
-    """Two digits overlap in one image: name both, and reconstruct the image."""
+    """Two digits overlap in an image of 8 x 12: name both, reconstruct the image at half the resolution."""
     images, labels = digits()
 
     def data(draw: int) -> Data:
@@ -96,14 +94,8 @@ def two_digits() -> Problem:
         found = splits((images, labels), draw)
         return Data(pairs(found.train, 2000), pairs(found.validation, 1000), pairs(found.test, 1000))
 
-    def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        out = apply(params, x)
-        return out[:, :10], out[:, 10:20], out[:, 20:]
-
+    values = lambda params, x, *_: apply(params, x).split([10, 10, 24], dim=1)
     return Problem(
-        "two digits",
-        "Two digits overlap in an image of 8 x 12: name the left one, name the right one, reconstruct the "
-        "image at half the resolution.",
         data,
         lambda g: network(g, 96, 32, 44),
         *judged(values, lambda x, *named: named, (10, 10, 0)),
@@ -112,60 +104,28 @@ def two_digits() -> Problem:
     )
 
 
-def tabular(name: str, about: str, columns: Split, scored: tuple[str, ...], rows: int | None = None) -> Problem:
-    """Regression of several columns, each in its own unit, by one network; inputs and targets are standardised, and
-    losses multiplied by the variance of their column, which puts them back into its unit.
-
-    With `rows`, every draw has so many of its own.
-    """
-    x, y = columns
-    variance = y.var(0)
-
-    def losses(params: Params, x: Tensor, y: Tensor) -> Tensor:
-        return variance * (apply(params, x) - y).square().mean(0)
-
-    return Problem(
-        name,
-        about,
-        lambda draw: standardized(splits(columns, draw, rows), 0, 1),
-        lambda g: network(g, x.shape[1], 24, y.shape[1]),
-        losses,
-        lambda x, y: variance * y.var(0),
-        lambda params, x, y: explained(apply(params, x), y),
-        scored,
-        m=y.shape[1],
-    )
-
-
 def diabetes() -> Problem:
-    """Three measurements of 442 patients, from eight others."""
+    """442 patients: the progress of the disease, the body mass index and the blood pressure, from eight other
+    measurements. Most of the variance is noise.
+    """
     found = data_set("diabetes", scaled=False)
     data = torch.tensor(found.data, dtype=torch.float32)
     y = torch.cat([torch.tensor(found.target, dtype=torch.float32)[:, None], data[:, [2, 3]]], dim=1)
-    return tabular(
-        "diabetes",
-        "442 patients: the progress of the disease, the body mass index and the blood pressure, each in its own unit, "
-        "from eight other measurements. Most of the variance is noise.",
-        (data[:, [0, 1, 4, 5, 6, 7, 8, 9]], y),
-        ("R² progress", "R² mass", "R² pressure"),
-    )
+    return mixed(data[:, [0, 1, 4, 5, 6, 7, 8, 9]], y, [], ("R² progress", "R² mass", "R² pressure"))
 
 
 def tumours() -> Problem:
-    """The worst values of five measurements, from the means and deviations of ten."""
+    """569 tumours: the largest radius, texture, area, smoothness and concavity of the cells, from means and deviations.
+
+    Squared errors of areas are some 1e8 times those of smoothness.
+    """
     data = torch.tensor(data_set("breast_cancer").data, dtype=torch.float32)
     names = ("radius", "texture", "area", "smoothness", "concavity")
-    return tabular(
-        "tumours",
-        "569 tumours: the largest radius, texture, area, smoothness and concavity of the cells, each in its own unit, "
-        "from the means. Squared errors of areas are some 1e8 times those of smoothness.",
-        (data[:, :20], data[:, [20, 21, 23, 24, 26]]),
-        tuple(f"R² {name}" for name in names),
-    )
+    return mixed(data[:, :20], data[:, [20, 21, 23, 24, 26]], [], tuple(f"R² {name}" for name in names))
 
 
 def unbalanced() -> Problem:
-    """Four tasks on one small trunk, with losses of different sizes and of different difficulty."""
+    """Four made-up regressions on a trunk of 16 units, sines of rising frequency with amplitudes 30, 1, 10 and 0.1."""
     frequencies, sizes = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([30.0, 1.0, 10.0, 0.1])
 
     def data(draw: int) -> Data:
@@ -175,14 +135,11 @@ def unbalanced() -> Problem:
         y = torch.sin(frequencies * (x @ turn) + 0.3) * sizes
         return splits((x, y + 0.1 * sizes * torch.randn(y.shape, generator=g)), draw)
 
+    values = lambda params, x, _: (sizes * apply(params, x)).unbind(1)
     return Problem(
-        "unbalanced tasks",
-        "Four made-up regressions on a trunk of 16 units, sines of rising frequency with amplitudes 30, 1, 10 and 0.1.",
         data,
         lambda g: network(g, 4, 16, 16, 4),
-        lambda params, x, y: (sizes * apply(params, x) - y).square().mean(0),
-        lambda x, y: y.var(0),
-        lambda params, x, y: explained(sizes * apply(params, x), y),
+        *judged(values, lambda x, y: y.unbind(1), (0,) * 4),
         tuple(f"R² {i}" for i in range(4)),
         m=4,
     )
@@ -194,13 +151,22 @@ def gap(yes: Tensor, group: Tensor) -> Tensor:
     return rates[1] - rates[0]
 
 
+def unfair(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
+    """The losses of a classifier that should say yes equally often in both groups."""
+    out = apply(params, x)
+    return torch.stack([cross_entropy(out, label), gap(torch.softmax(out, dim=1)[:, 1], group).square()])
+
+
 def unfair_constant(x: Tensor, label: Tensor, group: Tensor) -> Tensor:
     """A constant answer has no gap: instead of it, that of the labels."""
     return torch.stack([entropy(label, 2), gap(label.float(), group).square()])
 
 
 def fairness() -> Problem:
-    """A classifier that should be accurate, and should say yes as often in both groups; its data make that hard."""
+    """Made-up data in which a group has more positive labels: be accurate, and say yes equally often in both groups.
+
+    No classifier is best in both.
+    """
 
     def data(draw: int) -> Data:
         g = generator_of(draw, 2)
@@ -210,31 +176,18 @@ def fairness() -> Problem:
         label = (x.sum(1) / 2 + torch.randn(4000, generator=g) > 0.5).long()
         return splits((torch.cat([x, group[:, None]], dim=1), label, group), draw)
 
-    def losses(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
-        out = apply(params, x)
-        return torch.stack([cross_entropy(out, label), gap(torch.softmax(out, dim=1)[:, 1], group).square()])
-
     def scores(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
         out = apply(params, x)
         return torch.stack([accuracy(out, label), 1 - gap((out.argmax(1) == 1).float(), group).abs()])
 
-    return Problem(
-        "fairness",
-        "Made-up data in which a group has more positive labels: be accurate, and say yes equally often in both "
-        "groups. No classifier is best in both.",
-        data,
-        lambda g: network(g, 9, 16, 2),
-        losses,
-        unfair_constant,
-        scores,
-        ("accuracy", "1 - gap"),
-        m=2,
-        batch=128,
-    )
+    init = lambda g: network(g, 9, 16, 2)
+    return Problem(data, init, unfair, unfair_constant, scores, ("accuracy", "1 - gap"), m=2, batch=128)
 
 
 def bandit() -> Problem:
-    """A policy gradient with two rewards that want different actions."""
+    """A policy gradient (REINFORCE, contextual bandit): two noisy costs, of which one is 50 times the other, and which
+    want different actions. Scores: the share of what the best policy for that cost alone saves.
+    """
     actions, scale = 6, torch.tensor([1.0, 50.0])
 
     def data(draw: int) -> Data:
@@ -259,25 +212,54 @@ def bandit() -> Problem:
         seen = (costs * chosen[:, None]).sum(2) * noise
         return (factor[:, None] * (seen - seen.mean(0))).mean(0) + seen.mean(0)
 
-    def constant(x: Tensor, costs: Tensor, gumbel: Tensor, noise: Tensor) -> Tensor:
-        """The costs of a policy that draws actions evenly."""
-        return costs.mean((0, 2))
-
-    def scores(params: Params, x: Tensor, costs: Tensor, gumbel: Tensor, noise: Tensor) -> Tensor:
+    def scores(params: Params, x: Tensor, costs: Tensor, *_: Tensor) -> Tensor:
         policy = torch.softmax(apply(params, x), dim=1)
         even, least = costs.mean((0, 2)), costs.amin(2).mean(0)
         return ((even - (policy[:, None] * costs).sum(2).mean(0)) / (even - least)).clamp(min=0)
 
-    return Problem(
-        "two rewards",
-        "A policy gradient (REINFORCE, contextual bandit, six actions): two noisy costs, of which one is 50 times the "
-        "other, and which want different actions. Scores: the share of what the best policy for that cost alone saves.",
-        data,
-        lambda g: network(g, 5, 16, actions),
-        losses,
-        constant,
-        scores,
-        ("saved of cost 1", "saved of cost 2"),
-        m=2,
-        batch=128,
-    )
+    init, even = lambda g: network(g, 5, 16, actions), lambda x, costs, *_: costs.mean((0, 2))  # actions drawn evenly
+    return Problem(data, init, losses, even, scores, ("saved of cost 1", "saved of cost 2"), m=2, batch=128)
+
+
+CODE, AMPLE = 4, 20.0  # the numbers of a code, and nats that are ample for it
+ANEW = 8  # how many codes of each training image are drawn
+
+
+def beta_vae() -> Problem:
+    """Give digits back from a noisy code of four numbers (squared error), and let the code say little (its divergence
+    from a standard normal distribution, in nats; Higgins et al., 2017, equation 4).
+    """
+    images, _ = digits()
+
+    def data(draw: int) -> Data:
+        g = generator_of(draw, 2)
+
+        def noisy(split: Split, times: int) -> Split:
+            x = split[0].repeat(times, 1)
+            return x, torch.randn(len(x), CODE, generator=g)
+
+        found = splits((images.flatten(1),), draw)
+        return Data(noisy(found.train, ANEW), noisy(found.validation, 1), noisy(found.test, 1))
+
+    def init(g: torch.Generator) -> Params:
+        parts = {"to_": network(g, 64, 32, 2 * CODE), "from_": network(g, CODE, 32, 64)}
+        return {prefix + name: value for prefix, part in parts.items() for name, value in part.items()}
+
+    def part(params: Params, prefix: str) -> Params:
+        return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+
+    def values(params: Params, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_variance = apply(part(params, "to_"), x).chunk(2, dim=-1)
+        again = apply(part(params, "from_"), mean + (log_variance / 2).exp() * noise)
+        return again, (mean.square() + log_variance.exp() - log_variance - 1).sum(-1).mean() / 2
+
+    def losses(params: Params, x: Tensor, noise: Tensor) -> Tensor:
+        again, nats = values(params, x, noise)
+        return torch.stack([(again - x).square().mean(), nats])
+
+    def scores(params: Params, x: Tensor, noise: Tensor) -> Tensor:
+        again, nats = values(params, x, noise)
+        return torch.stack([explained(again.flatten(), x.flatten()), (1 - nats / AMPLE).clamp(min=0)])
+
+    constant = lambda x, noise: torch.stack([x.var(0).mean(), torch.tensor(AMPLE)])
+    return Problem(data, init, losses, constant, scores, ("R² of the image", "1 - nats / 20"), m=2)

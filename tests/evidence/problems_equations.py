@@ -23,8 +23,6 @@ def with_slopes(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _equation(
-    name: str,
-    about: str,
     points: Callable[[torch.Generator], Split],
     exact: Callable[[Tensor], Tensor],
     losses: Callable[..., Tensor],
@@ -32,7 +30,10 @@ def _equation(
     m: int,
     inside: Callable[[int, torch.Generator], Tensor],
 ) -> Problem:
-    """A problem whose draws are points; validation and test are other points, with the solution."""
+    """A problem whose draws are points; validation and test are other points, with the solution.
+
+    The score is one minus the relative L2 error at other points.
+    """
 
     def data(draw: int) -> Data:
         g = generator_of(draw, 2)
@@ -41,8 +42,6 @@ def _equation(
         return Data(train, *((x, exact(x)) for x in others))
 
     return Problem(
-        name,
-        about + " Score: one minus the relative L2 error at other points.",
         data,
         lambda g: network(g, 2, 16, 16, 1),
         losses,
@@ -81,11 +80,10 @@ def burgers() -> Problem:
         u, first, second = with_slopes(params, inside)
         return _started(params, first[0] + u * first[1] - viscosity * second[1], start, edge)
 
-    about = "A network solves the equation of Burgers (viscosity 0.05): equation, start and edge."
     exact = lambda x: _cole_hopf(x, viscosity)
     # Zero solves the equation and the edge: there, the unit of the solution, whose mean square at the start is 1/2.
     constant = lambda inside, start, edge: torch.full((3,), 0.5)
-    return _equation("Burgers", about, _with_start_and_edge, exact, losses, constant, 3, _in_time)
+    return _equation(_with_start_and_edge, exact, losses, constant, 3, _in_time)
 
 
 def heat() -> Problem:
@@ -96,10 +94,9 @@ def heat() -> Problem:
         _, first, second = with_slopes(params, inside)
         return _started(params, first[0] - a * second[1], start, edge)
 
-    about = "A network solves the equation of heat (a = 0.2): equation, start and edge."
     exact = lambda x: -torch.sin(pi * x[:, 1]) * torch.exp(-a * pi**2 * x[:, 0])
     constant = lambda inside, start, edge: torch.full((3,), 0.5)
-    return _equation("heat", about, _with_start_and_edge, exact, losses, constant, 3, _in_time)
+    return _equation(_with_start_and_edge, exact, losses, constant, 3, _in_time)
 
 
 def _cole_hopf(x: Tensor, viscosity: float) -> Tensor:
@@ -113,7 +110,7 @@ def _cole_hopf(x: Tensor, viscosity: float) -> Tensor:
 
 
 def helmholtz() -> Problem:
-    """`u_xx + u_yy + u = q` on a square, with zeros at its edge."""
+    """`u_xx + u_yy + u = q` on a square, with zeros at its edge: the first loss is some 1000 times the second."""
 
     def square(n: int, g: torch.Generator) -> Tensor:
         return 2 * torch.rand(n, 2, generator=g) - 1
@@ -135,8 +132,4 @@ def helmholtz() -> Problem:
         """Zero leaves the source, and solves the edge: there, the unit of the solution, whose mean square is 1/4."""
         return torch.stack([source.square().mean(), torch.tensor(0.25)])
 
-    about = (
-        "A network solves the equation of Helmholtz on a square: equation and edge, the first loss some 1000 times the "
-        "second."
-    )
-    return _equation("Helmholtz", about, points, exact, losses, constant, 2, square)
+    return _equation(points, exact, losses, constant, 2, square)

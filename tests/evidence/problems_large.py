@@ -1,12 +1,12 @@
 """The larger problems, of 1e5 parameters: a convolutional net, a transformer on characters, a graph net."""
 
 from math import pi
-from typing import Any
 
 import torch
 from held_out_data import characters, graphs
 from problems_development import digits, overlapping
-from study_problem import Data, Params, Problem, Split, explained, generator_of, judged, splits, standardized
+from problems_held_out import PROPERTIES
+from study_problem import Data, Params, Problem, Split, generator_of, judged, splits, standardized
 from torch import Tensor
 from torch.nn.functional import conv2d, layer_norm, max_pool2d, relu
 
@@ -28,7 +28,7 @@ def _linear(params: Params, name: str, x: Tensor) -> Tensor:
 
 
 def convolutions() -> Problem:
-    """Two digits in one image: name both, and give the image back."""
+    """Two digits overlap in an image of 8 x 12: name both and give the image back through 64 numbers."""
     images, labels = digits()
     shapes = {"first": (32, 1, 3, 3), "second": (64, 32, 3, 3), "narrow": (64, 1536), "last": (116, 64)}
 
@@ -46,12 +46,9 @@ def convolutions() -> Problem:
         h = relu(conv2d(x, params["first"], params["first_bias"], padding=1))
         h = relu(conv2d(h, params["second"], params["second_bias"], padding=1))
         out = _linear(params, "last", relu(_linear(params, "narrow", max_pool2d(h, 2).flatten(1))))
-        return out[:, :10], out[:, 10:20], out[:, 20:]
+        return out.split([10, 10, 96], dim=1)
 
     return Problem(
-        "convolutions",
-        "Two digits overlap in an image of 8 x 12: name both and give the image back through 64 numbers, by a "
-        "convolutional net.",
         data,
         lambda g: _named(shapes, g),
         *judged(values, lambda x, left, right: (left, right, x.flatten(1)), (10, 10, 0)),
@@ -79,7 +76,9 @@ def _attention(params: Params, layer: int, h: Tensor) -> Tensor:
 
 
 def transformer() -> Problem:
-    """The next character, the kind of the one after it, and how far the word goes on."""
+    """Texts of Python's own manual: the next character, the kind of the one after it (letter, digit, space, other;
+    cross entropies), and how many characters the word goes on (squared error).
+    """
     shapes: dict[str, tuple[int, ...]] = {"letters": (WIDTH, LETTERS), "last": (LETTERS + KINDS + 1, WIDTH)}
     for i in range(LAYERS):
         shapes |= {f"qkv{i}": (3 * WIDTH, WIDTH), f"out{i}": (WIDTH, WIDTH)}
@@ -97,9 +96,6 @@ def transformer() -> Problem:
         return out[:, :LETTERS], out[:, LETTERS:-1], out[:, -1]
 
     return Problem(
-        "characters",
-        "Texts of Python's own manual: the next character, the kind of the one after it (letter, digit, space, other; "
-        "cross entropies), and how many characters the word goes on (squared error), by a small transformer.",
         lambda draw: splits(rows, draw, 4000),
         lambda g: _named(shapes, g),
         *judged(values, lambda x, *named: [y.flatten() for y in named], (LETTERS, KINDS, 0)),
@@ -111,34 +107,27 @@ def transformer() -> Problem:
 
 
 def graph_net() -> Problem:
-    """Five properties of a molecule, from its atoms and bonds."""
+    """Molecules of rdkit with up to 20 atoms: five properties, each in its own unit, from atoms and bonds, by three
+    rounds of messages.
+    """
     atoms, bonds, properties = graphs()
-    variance, kinds, width = properties.var(0), atoms.shape[2], 128
+    kinds, width = atoms.shape[2], 128
     shapes = {"enter": (width, kinds), "last": (5, width)}
     for i in range(3):
         shapes |= {f"own{i}": (width, width), f"near{i}": (width, width)}
 
-    def values(params: Params, atoms: Tensor, bonds: Tensor) -> Tensor:
+    def values(params: Params, atoms: Tensor, bonds: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         there = atoms.sum(2, keepdim=True)
         h = relu(_linear(params, "enter", atoms)) * there
         for i in range(3):
             h = h + relu(_linear(params, f"own{i}", h) + _linear(params, f"near{i}", bonds @ h)) * there / 2
-        return _linear(params, "last", h.sum(1) / 10)
+        return _linear(params, "last", h.sum(1) / 10).unbind(1)
 
-    def losses(params: Params, atoms: Tensor, bonds: Tensor, y: Tensor) -> Tensor:
-        return variance * (values(params, atoms, bonds) - y).square().mean(0)
-
-    columns: Any = (atoms, bonds, properties)
     return Problem(
-        "graphs",
-        "Molecules of rdkit with up to 20 atoms: the five properties, each in its own unit, from atoms and bonds, by "
-        "three rounds of messages.",
-        lambda draw: standardized(splits(columns, draw), 2),
+        lambda draw: standardized(splits((atoms, bonds, properties), draw), 2),
         lambda g: _named(shapes, g),
-        losses,
-        lambda atoms, bonds, y: variance * y.var(0),
-        lambda params, atoms, bonds, y: explained(values(params, atoms, bonds), y),
-        ("R² logP", "R² surface", "R² refractivity", "R² likeness", "R² sp3"),
+        *judged(values, lambda atoms, bonds, y: y.unbind(1), (0,) * 5, [*properties.var(0)]),
+        PROPERTIES,
         m=5,
         batch=32,
         draws=3,

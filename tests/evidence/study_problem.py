@@ -1,6 +1,6 @@
 """What a problem of the study is, and the parts that several problems share: a small network, splits, scores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ class Problem:
     Rules see the losses only; they do not know the scores.
     """
 
-    name: str
-    about: str  # one sentence, for the page
     data: Callable[[int], Data]  # of a draw
     init: Callable[[torch.Generator], Params]
     losses: Callable[..., Tensor]  # losses(params, *rows of the batch) -> [m]
@@ -105,6 +103,12 @@ def closeness(estimate: Tensor, target: Tensor) -> Tensor:
     return (1 - (estimate - target).norm() / target.norm()).clamp(min=0)
 
 
+def skill(logits: Tensor, labels: Tensor) -> Tensor:
+    """The share of the cross entropy of the best constant answer that is saved; at least 0."""
+    base = torch.nn.functional.one_hot(labels, logits.shape[1]).float().mean(0)
+    return (1 - cross_entropy(logits, labels) / torch.special.entr(base).sum()).clamp(min=0)
+
+
 def entropy(labels: Tensor, classes: int) -> Tensor:
     """The cross entropy of the best constant answer: the entropy of the labels."""
     share = torch.bincount(labels, minlength=classes) / len(labels)
@@ -112,12 +116,16 @@ def entropy(labels: Tensor, classes: int) -> Tensor:
 
 
 def judged(
-    values: Callable[..., Any], targets: Callable[..., Any], classes: tuple[int, ...], units: tuple[float, ...] = ()
+    values: Callable[..., Any],
+    targets: Callable[..., Any],
+    classes: Sequence[int],
+    units: Sequence[Any] = (),
+    right: Callable[[Tensor, Tensor], Tensor] = accuracy,
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
     """The losses of outputs, those of the best constant answer, and scores, one for each output.
 
     `values(params, *rows)` are the outputs, `targets(*rows)` what they should be. Of a number of classes, the loss is
-    the cross entropy and the score the accuracy; of 0, the mean squared error and R^2. Losses are multiplied by units.
+    the cross entropy and `right` the score; of 0, the mean squared error and R^2. Losses are multiplied by units.
     """
     units = units or (1.0,) * len(classes)
 
@@ -131,9 +139,31 @@ def judged(
 
     def scores(params: Params, *rows: Tensor) -> Tensor:
         parts = zip(values(params, *rows), targets(*rows), classes, strict=True)
-        return torch.stack([accuracy(out, y) if c else explained(out.flatten(), y.flatten()) for out, y, c in parts])
+        return torch.stack([right(out, y) if c else explained(out.flatten(), y.flatten()) for out, y, c in parts])
 
     return losses, constant, scores
+
+
+def mixed(x: Tensor, y: Tensor, labels: Sequence[Tensor], scored: tuple[str, ...], rows: int | None = None) -> Problem:
+    """Regressions of the columns of y, each in its own unit, and classifications, by one network.
+
+    Inputs and columns are standardised, and losses multiplied by the variance of their column, which puts them back
+    into its unit. With `rows`, every draw has so many of its own.
+    """
+    k, counts, variance = y.shape[1], [int(label.max()) + 1 for label in labels], y.var(0)
+    return Problem(
+        lambda draw: standardized(splits((x, y, *labels), draw, rows), 0, 1),
+        lambda g: network(g, x.shape[1], 24, k + sum(counts)),
+        *judged(
+            lambda params, x, *_: apply(params, x).split([1] * k + counts, dim=1),
+            lambda x, y, *labels: (*y.split(1, dim=1), *labels),
+            [0] * k + counts,
+            [*variance, *[1.0] * len(labels)],
+            skill,
+        ),
+        scored,
+        m=k + len(labels),
+    )
 
 
 def data_set(name: str, **options: Any) -> Any:

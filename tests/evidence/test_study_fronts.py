@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems_fronts import beta_vae
+from problems_development import beta_vae
 from study_fronts import (
     RATES,
     area,

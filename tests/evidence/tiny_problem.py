@@ -15,8 +15,6 @@ def tiny() -> Problem:
 
     units = torch.tensor([FIRST_UNIT, 1.0])
     return Problem(
-        "tiny",
-        "A line.",
         data,
         lambda g: network(g, 1, 4, 2),
         lambda params, x, y: units * (apply(params, x) - y).square().mean(0),
