@@ -1,4 +1,7 @@
-"""How the page of the study is written: tables in Markdown, methods by their names, differences in hundredths."""
+"""How the pages of the study are written: tables in Markdown, methods by their names, differences in hundredths."""
+
+from collections.abc import Iterable
+from pathlib import Path
 
 from problems import PROBLEMS
 from study_cells import Cell
@@ -8,12 +11,21 @@ from study_statistics import REFERENCE, Difference
 Cells = dict[str, dict[str, Cell]]
 KEYED = ("pcgrad", "gradvac", "graddrop", "random_weights")
 BASELINES = (REFERENCE, "start", "unit_sum", "random_search", "tpe", "grid")
+WORDS = ("better", "none seen", "worse")
 
 
 def table(titles: list[str], rows: list[list[str]]) -> list[str]:
     """The lines of a table in Markdown."""
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def write_between(page: Path, begin: str, end: str, lines: Iterable[str]) -> None:
+    """Put lines between the marks of a page."""
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    if not found:
+        raise ValueError(f"write_between: expected the mark {begin!r}, found none in {page.name}. Put it back.")
+    page.write_text("\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2], encoding="utf-8")
 
 
 def spelled(method: str) -> str:
@@ -31,10 +43,18 @@ def signed(score: float) -> str:
     return "0.0" if float(text) == 0 else text
 
 
-def points(found: Difference) -> str:
+def points(found: Difference | None) -> str:
     """A difference in hundredths, with its interval; bold where the interval leaves out 0."""
+    if found is None:
+        return "-"
     text = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]"
     return text if found.word == "none seen" else f"**{text}**"
+
+
+def counted(found: Iterable[Difference], of: tuple[str, ...] = WORDS) -> str:
+    """How many differences are better, not seen, and worse."""
+    words = [d.word for d in found]
+    return " / ".join(str(words.count(word)) for word in of)
 
 
 def reference_of(problem: str) -> str:

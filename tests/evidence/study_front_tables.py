@@ -47,34 +47,34 @@ def front_tables(cells: Cells) -> list[str]:
 
 def less_sums(cells: Cells, names: list[str], title: str, measure: Callable[..., Tensor]) -> list[str]:
     """A row a problem, a column a method: its measure less that of the sums, after all steps and at equal passes."""
-    others = [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)][1:]
-    columns = [(family, 2) for family in others]
-    columns += [(f, 1) for f in others if any(cells[n].get(PREFIX + f, {}).get("passes") == 2 for n in names)]
+    columns = [(family, 2) for family in families(cells, names)[1:]]
+    columns += [(f, 1) for f, _ in columns if any(cells[n].get(PREFIX + f, {}).get("passes") == 2 for n in names)]
     rows = []
     for name in names:
         sums, row = measure(cells[name][SUMS]), [name]
         row.append(f"{sums.mean():.3f}")
         for family, share in columns:
             found = cells[name].get(PREFIX + family)
-            known = found is not None
-            row.append(points(difference(measure(found, share), sums, PROBLEMS[name].shared)) if known else "-")
+            row.append(points(found and difference(measure(found, share), sums, PROBLEMS[name].shared)))
         rows.append(row)
     titles = [SPELLED[family] + (", equal passes" if share == 1 else "") for family, share in columns]
     return table([title, SPELLED["sums"], *titles], rows)
 
 
+def families(cells: Cells, names: list[str]) -> list[str]:
+    """Those that have been trained."""
+    return [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)]
+
+
 def how_many(cells: Cells, names: list[str]) -> list[str]:
     """A row a problem, a column a method."""
-    families = [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)]
 
     def said(cell: Cell | None) -> str:
-        if cell is None:
-            return "-"
-        count, share = sizes(cell)
-        return f"{count:.1f}, {100 * share:.0f} %"
+        return "{:.1f}, {:.0%}".format(*sizes(cell)).replace("%", " %") if cell else "-"
 
-    rows = [[name, *(said(cells[name].get(PREFIX + family)) for family in families)] for name in names]
-    return table(["", *(SPELLED[family] for family in families)], rows)
+    own = families(cells, names)
+    rows = [[name, *(said(cells[name].get(PREFIX + family)) for family in own)] for name in names]
+    return table(["", *(SPELLED[family] for family in own)], rows)
 
 
 def single_rules(cells: Cells, names: list[str]) -> list[str]:

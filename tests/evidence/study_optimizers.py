@@ -10,6 +10,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,22 +19,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
 from problems import PROBLEMS
 from study_cells import Cell, digits, tuned
-from study_format import points, signed, spelled, table
-from study_pictures import FAINT, INK, LEAST, SETTINGS, WORSE
+from study_format import counted, points, signed, spelled, table, write_between
+from study_pictures import INK, dots, figure_at, plain
 from study_rules import Method, backward_passes, methods_for
 from study_statistics import REFERENCE, Difference, difference
-from study_training import LOOKS, Trained, draws_of
+from study_training import LOOKS, Trained, draws_of, optimizer_for
 from torch import Tensor
 
 import functional_jd as jd
 
 STORED = Path(__file__).with_name("optimizers.json")
 REPORT = Path(__file__).with_name("REPORT.md")
-BEGIN, END = "<!-- begin: made by tests/evidence, optimizers -->", "<!-- end: optimizers -->"
+MARKS = "<!-- begin: made by tests/evidence, optimizers -->", "<!-- end: optimizers -->"
 DEVELOPMENT = ("tumours", "diabetes", "helmholtz", "fairness", "bandit", "unbalanced", "units", "two_digits")
 METHODS = (REFERENCE, "mean", "upgrad", "config", "nash_mtl", "unit_sum", "alternating")
 ALTERNATING = "alternating"  # of `config`; it has an optimizer of its own, like Adam
@@ -56,10 +55,6 @@ def sgd(rate: Any) -> jd.Optimizer:
     return jd.Optimizer(lambda params: (inner.init(params), torch.tensor(0.0)), update)
 
 
-def adamw(rate: Any) -> jd.Optimizer:
-    return jd.adamw(rate, eps=1e-20, weight_decay=0.0)
-
-
 def muon(rate: Any) -> jd.Optimizer:
     """Muon for matrices and AdamW for vectors.
 
@@ -76,7 +71,7 @@ def muon(rate: Any) -> jd.Optimizer:
 
     matrices = jd.Optimizer(lambda params: {name: torch.zeros_like(p) for name, p in params.items()}, update)
     label = lambda name, leaf: "matrices" if leaf.ndim == 2 else "vectors"
-    return jd.by_label({"matrices": matrices, "vectors": adamw(rate)}, label)
+    return jd.by_label({"matrices": matrices, "vectors": optimizer_for(rate)}, label)
 
 
 def orthogonal(G: Tensor) -> Tensor:
@@ -91,12 +86,12 @@ def orthogonal(G: Tensor) -> Tensor:
     return X.mT if G.shape[0] > G.shape[1] else X
 
 
-OPTIMIZERS: dict[str, Callable[[Any], jd.Optimizer]] = {"SGD": sgd, "AdamW": adamw, "Muon": muon}
+OPTIMIZERS: dict[str, Callable[[Any], jd.Optimizer]] = {"SGD": sgd, "AdamW": optimizer_for, "Muon": muon}
 
 
 def keys() -> list[tuple[str, str, str]]:
     """Problem, optimizer and method of every cell."""
-    every = [(problem, name, method) for problem in DEVELOPMENT for name in OPTIMIZERS for method in METHODS]
+    every = product(DEVELOPMENT, OPTIMIZERS, METHODS)
     return [(problem, name, method) for problem, name, method in every if method != ALTERNATING or name == "AdamW"]
 
 
@@ -141,18 +136,23 @@ def run(path: Path = STORED) -> Cells:
         part = path.with_suffix(".part")
         part.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(c)}" for k, c in cells.items()) + "\n}\n")
         part.replace(path)
-        print(f"{len(cells):4} of {len(keys())}  {key:34} {mean(cells[key]['steps']):.3f}", end="  ")
-        print(f"{time.perf_counter() - begin:6.0f} s", flush=True)
+        took = time.perf_counter() - begin
+        print(f"{len(cells):4} of {len(keys())}  {key:34} {mean(cells[key]['steps']):.3f}  {took:6.0f} s", flush=True)
     return cells
 
 
-def against(cells: Cells, problem: str, optimizer: str, method: str, at: str) -> Difference | None:
+def against(cells: Cells, problem: str, optimizer: str, method: str, at: str = "steps") -> Difference | None:
     """The paired difference to standardised sums under the same optimizer, at equal "steps" or "passes"."""
     pair = [cells.get(f"{problem}/{optimizer}/{name}") for name in (method, REFERENCE)]
     if None in pair:
         return None
     ours, theirs = (torch.tensor(cell[at], dtype=torch.float64) for cell in pair)
     return difference(ours, theirs, PROBLEMS[problem].shared)
+
+
+def over_problems(cells: Cells, *how: str) -> list[Difference]:
+    """The same on all problems that have both."""
+    return [d for problem in DEVELOPMENT if (d := against(cells, problem, *how)) is not None]
 
 
 def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float | None:
@@ -164,41 +164,27 @@ def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float | None:
 
 def short(cells: Cells) -> list[str]:
     """A row a method, two columns an optimizer: mean differences over problems, and how many are beyond intervals."""
-    titles = [f"{name}, equal {at}" for name in OPTIMIZERS for at in ("steps", "passes")]
+    columns = list(product(OPTIMIZERS, ("steps", "passes")))
     rows = []
     for method in METHODS[1:]:
-        row = [spelled(method)]
-        for name in OPTIMIZERS:
-            for at in ("steps", "passes"):
-                found = [against(cells, problem, name, method, at) for problem in DEVELOPMENT]
-                found = [d for d in found if d is not None]
-                words = [d.word for d in found]
-                counts = f"{words.count('better')} / {words.count('worse')}"
-                row.append(f"{signed(mean(d.mean for d in found))} ({counts})" if found else "-")
-        rows.append(row)
-    row = ["spread of rules"]
-    for name in OPTIMIZERS:
-        for at in ("steps", "passes"):
-            values = [s for problem in DEVELOPMENT if (s := spread(cells, problem, name, at)) is not None]
-            row.append(f"{100 * mean(values):.1f}" if values else "-")
-    return table(["", *titles], [*rows, row])
+        own = [over_problems(cells, name, method, at) for name, at in columns]
+        shown = [f"{signed(mean(d.mean for d in x))} ({counted(x, ('better', 'worse'))})" if x else "-" for x in own]
+        rows.append([spelled(method), *shown])
+    spreads = [[s for p in DEVELOPMENT if (s := spread(cells, p, *column)) is not None] for column in columns]
+    rows.append(["spread of rules", *(f"{100 * mean(values):.1f}" if values else "-" for values in spreads)])
+    return table(["", *(f"{name}, equal {at}" for name, at in columns)], rows)
 
 
 def whole(cells: Cells) -> list[str]:
     """A row a problem and optimizer, a column a method, at equal steps, with intervals."""
-    rows = []
-    for problem in DEVELOPMENT:
-        for name in OPTIMIZERS:
-            own = cells.get(f"{problem}/{name}/{REFERENCE}")
-            found = [against(cells, problem, name, method, "steps") for method in METHODS[1:]]
-            if own:
-                rows.append(
-                    [problem, name, f"{mean(own['steps']):.3f}", *("-" if d is None else points(d) for d in found)]
-                )
-    edges = [cell["inside"] for cell in cells.values()]
+    rows = [
+        [problem, name, f"{mean(own['steps']):.3f}", *(points(against(cells, problem, name, m)) for m in METHODS[1:])]
+        for problem, name in product(DEVELOPMENT, OPTIMIZERS)
+        if (own := cells.get(f"{problem}/{name}/{REFERENCE}"))
+    ]
+    at_edge = sum(not cell["inside"] for cell in cells.values())
     words = (
-        f"{len(cells)} of {len(keys())} cells; the best rate lies at an edge of the extended grid in "
-        f"{edges.count(False)} of them."
+        f"{len(cells)} of {len(keys())} cells; the best rate lies at an edge of the extended grid in {at_edge} of them."
     )
     return [*table(["", "optimizer", spelled(REFERENCE), *map(spelled, METHODS[1:])], rows), "", words]
 
@@ -213,46 +199,25 @@ problem, a bar the mean; dots below -20 are drawn at -20.
   The results of these four do not depend on units."""  # noqa: E501 - pages are wider
 
 
-def with_section(text: str, lines: list[str], heading: str, before: str) -> str:
-    """The text with lines between the marks; without marks, with a new section before a heading."""
-    made = "\n".join([BEGIN, "", *lines, "", END])
-    if BEGIN in text:
-        return text.partition(BEGIN)[0] + made + text.partition(END)[2]
-    first, found, rest = text.partition(f"\n{before}\n")
-    if not found:
-        raise ValueError(f"with_section: the text must have the heading {before!r}, found none.")
-    return f"{first}\n{heading}\n\n{made}\n{found}{rest}"
-
-
 def write_page(cells: Cells, report: Path = REPORT) -> None:
     """Write both tables into the report, and draw the picture next to it."""
     picture = ["![Differences to standardised sums by rule and optimizer](evidence_optimizers.svg)", ""]
-    lines = [*picture, WORDS, "", *short(cells), "", *whole(cells)]
-    title, before = "## Does the optimizer hide the rule?", "## What speaks against it"
-    report.write_text(with_section(report.read_text(encoding="utf-8"), lines, title, before), encoding="utf-8")
+    write_between(report, *MARKS, [*picture, WORDS, "", *short(cells), "", *whole(cells)])
     draw(cells, report.with_name("evidence_optimizers.svg"))
 
 
 def draw(cells: Cells, path: Path) -> None:
     """A panel an optimizer, a line a method: a dot a problem, and a bar at the mean, at equal steps."""
-    with mpl.rc_context(SETTINGS | {"font.size": 11}):
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
+    with figure_at(path, (9, 3.4), **{"font.size": 11}) as figure:
         axes = figure.subplots(1, len(OPTIMIZERS), sharex=True, sharey=True, squeeze=False)[0]
         for axis, name in zip(axes, OPTIMIZERS, strict=True):
             axis.axvline(0, color=INK, linewidth=0.8)
             for y, method in enumerate(METHODS[:0:-1]):
-                found = [against(cells, problem, name, method, "steps") for problem in DEVELOPMENT]
-                values = [100 * d.mean for d in found if d is not None]
-                axis.plot([max(LEAST, x) for x in values], [y] * len(values), "o", color="#0072B288")
-                if values:
-                    axis.plot([mean(values)] * 2, [y - 0.35, y + 0.35], color=WORSE, linewidth=3)
+                dots(axis, y, [100 * d.mean for d in over_problems(cells, name, method)], mean)
             axis.set_yticks(range(len(METHODS) - 1), [spelled(method).strip("`*") for method in METHODS[:0:-1]])
             axis.set(title=name)
-            axis.grid(color=FAINT, linewidth=0.5)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.patch.set_alpha(0)
+            plain(axis)
         figure.supxlabel("hundredths of the score over standardised sums", color=INK)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -262,16 +227,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="only write the pages from what is stored")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if given.quick:
-        for name in DEVELOPMENT[:2]:
-            problem = PROBLEMS[name].build()
-            draws = draws_of(problem, 2)
-            for optimizer in OPTIMIZERS:
-                for method in [m for p, o, m in keys() if (p, o) == (name, optimizer)]:
-                    cell = cell_of(problem, optimizer, method, draws, 40)
-                    print(f"{name:10} {optimizer:6} {method:13} {mean(cell['steps']):.3f}", flush=True)
+    if not given.quick:
+        write_page(json.loads(STORED.read_text()) if given.page else run())
         return
-    write_page(json.loads(STORED.read_text()) if given.page else run())
+    for name in DEVELOPMENT[:2]:
+        problem = PROBLEMS[name].build()
+        draws = draws_of(problem, 2)
+        for _, optimizer, method in [key for key in keys() if key[0] == name]:
+            cell = cell_of(problem, optimizer, method, draws, 40)
+            print(f"{name:10} {optimizer:6} {method:13} {mean(cell['steps']):.3f}", flush=True)
 
 
 if __name__ == "__main__":

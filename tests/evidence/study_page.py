@@ -3,10 +3,11 @@
 from pathlib import Path
 from statistics import mean, median
 
+import torch
 from problems import PROBLEMS
 from study_advice import FROZEN
 from study_cells import Cell, load_all
-from study_format import Cells, named, points, reference_of, signed, spelled, table
+from study_format import Cells, counted, named, points, reference_of, signed, spelled, table, write_between
 from study_front_tables import front_tables
 from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
@@ -32,11 +33,9 @@ from study_statistics import (
     table_of,
 )
 from study_training import PATIENCE, RISE
-from study_worst import worst_parts
 
 PAGE = Path(__file__).parent / "REPORT.md"
 DOCS = Path(__file__).parents[2] / "docs"
-BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
 CORE = ("mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search")
 CHART = (*CORE, "imtl_g", "cagrad", "aligned_mtl", "pcgrad", "mgda", "uw", "geometric_mean")
 ALWAYS = ("mean", REFERENCE, "start", "unit_sum", "nash_mtl", "config")
@@ -55,77 +54,91 @@ WORDS = {
 }
 
 
-def against(cells: Cells, shared: dict[str, bool], problem: str, method: str, share: int = 2) -> Difference | None:
+def against(cells: Cells, problem: str, method: str, share: int = 2) -> Difference | None:
     """A method against the reference on a problem, where both are stored."""
     found, reference = cells[problem], reference_of(problem)
     if method not in found or method == reference:
         return None
-    return difference(scores(found[method], share), scores(found[reference], share), shared[problem])
+    return difference(scores(found[method], share), scores(found[reference], share), PROBLEMS[problem].shared)
+
+
+def against_all(cells: Cells, method: str) -> dict[str, Difference]:
+    """The same by problem."""
+    return {problem: d for problem in cells if (d := against(cells, problem, method)) is not None}
 
 
 def methods_of(cells: Cells) -> list[str]:
     """All methods that are stored, in the order of the queue, but for the peer's."""
-    stored = {method for found in cells.values() for method in found}
-    stored = {method for method in stored if not method.startswith((PREFIX, FRONT))}
+    stored = {method for found in cells.values() for method in found if not method.startswith((PREFIX, FRONT))}
     return [m for m in dict.fromkeys(method for _, method in queue()) if m in stored and m != "advice"]
 
 
-def summary(cells: Cells, shared: dict[str, bool]) -> list[str]:
+def summary(cells: Cells) -> list[str]:
     """A row a method: better, none seen, worse; mean, median and worst difference; what its search costs."""
     rows = []
     for method in methods_of(cells):
-        found = {p: d for p in cells if (d := against(cells, shared, p, method)) is not None}
+        found = against_all(cells, method)
         if not found:
             continue
-        counts = []
-        for part in (False, True):
-            words = [d.word for p, d in found.items() if PROBLEMS[p].held_out is part]
-            counts.append(" / ".join(str(words.count(word)) for word in ("better", "none seen", "worse")))
-        low = min(found, key=lambda p: found[p].mean)
-        costs = [spent(cells[p][method]) for p in found]
-        rows.append(
-            (
-                mean(d.mean for d in found.values()),
-                [
-                    spelled(method),
-                    *counts,
-                    signed(mean(d.mean for d in found.values())),
-                    signed(median(d.mean for d in found.values())),
-                    f"{signed(found[low].mean)} ({low})",
-                    f"{median(cost for cost, _ in costs):.0f}",
-                    f"{median(cost for _, cost in costs):.0f}",
-                ],
-            )
-        )
+        counts = [counted(d for p, d in found.items() if PROBLEMS[p].held_out is part) for part in (False, True)]
+        means = {p: d.mean for p, d in found.items()}
+        low, middle = min(means, key=lambda p: means[p]), mean(means.values())
+        figures = [signed(middle), signed(median(means.values())), f"{signed(means[low])} ({low})"]
+        costs = [f"{median(each):.0f}" for each in zip(*(spent(cells[p][method]) for p in found), strict=True)]
+        rows.append((middle, [spelled(method), *counts, *figures, *costs]))
     rows.sort(key=lambda row: -row[0])
     counts_of = ["development: better / none seen / worse", "held out: the same"]
     return table(["", *counts_of, "mean", "median", "worst", "passes", "time"], [row for _, row in rows])
 
 
-def differences(cells: Cells, shared: dict[str, bool], methods: list[str], names: list[str]) -> list[str]:
+def differences(cells: Cells, methods: list[str], names: list[str]) -> list[str]:
     """A row a problem, a column a method: points over the reference, with intervals."""
     rows = []
     for name in names:
-        found = cells[name]
-        reference = scores(found[reference_of(name)])
-        cells_of_row = [against(cells, shared, name, method) for method in methods]
-        shown = ["-" if d is None else points(d) for d in cells_of_row]
+        reference = scores(cells[name][reference_of(name)])
+        shown = [points(against(cells, name, method)) for method in methods]
         rows.append([named(name), str(PROBLEMS[name].m), f"{reference.mean():.3f}", *shown])
     return table(["", "m", "*standardised*", *map(spelled, methods)], rows)
 
 
-def stopped_earlier(cells: Cells, shared: dict[str, bool], methods: list[str]) -> list[str]:
+def stopped_earlier(cells: Cells, methods: list[str]) -> list[str]:
     """A row a method: the mean difference at a quarter, a half and all of the steps, where all have been trained."""
     rows, names = [], complete(cells, [REFERENCE, *methods])
     if not names:
         return ["No problem has all of these methods so far."]
     for method in methods:
-        shares = []
-        for place in SHARES.values():
-            found = [against(cells, shared, name, method, place) for name in names]
-            shares.append(signed(mean(d.mean for d in found if d is not None)))
-        rows.append([spelled(method), *shares])
+        found = [[against(cells, name, method, place) for name in names] for place in SHARES.values()]
+        rows.append([spelled(method), *(signed(mean(d.mean for d in each if d is not None)) for each in found)])
     return table(["", *SHARES], rows)
+
+
+def worst_part(cells: Cells, problem: str, method: str) -> Difference | None:
+    """The lowest part of the score of each draw less that under the reference, where a score has more than one part."""
+    found = cells[problem]
+    if not {method, REFERENCE} <= found.keys() or len(found[REFERENCE]["parts"][0]) < 2:
+        return None
+    lowest = [torch.tensor(found[m]["parts"], dtype=torch.float64).amin(1) for m in (method, REFERENCE)]
+    return difference(*lowest, PROBLEMS[problem].shared)
+
+
+def worst_parts(cells: Cells, methods: list[str]) -> list[str]:
+    """A row a method: the problems where its worst part is better or worse beyond the interval, and the mean."""
+    found = {m: {p: d for p in cells if (d := worst_part(cells, p, m)) is not None} for m in methods}
+    common = [name for name in complete(cells, [REFERENCE, *methods]) if all(name in own for own in found.values())]
+    rows = []
+    for method, own in found.items():
+        better, worse = (
+            ", ".join(f"{name} {signed(d.mean)}" for name, d in own.items() if d.word == word) or "-"
+            for word in ("better", "worse")
+        )
+        middle = signed(mean(own[name].mean for name in common)) if common else "-"
+        rows.append([spelled(method), middle, better, counted(own.values(), ("none seen",)), worse])
+    words = (
+        "The lowest part of each score in place of the mean of its parts, in the same trainings, less that of "
+        "*standardised*; problems whose scores have one part are left out. *Mean*: over the "
+        f"{len(common)} problems that have all of these methods."
+    )
+    return [words, "", *table(["", "mean", "better", "none seen", "worse"], rows)]
 
 
 def trials_of(found: dict[str, Cell]) -> int:
@@ -133,37 +146,25 @@ def trials_of(found: dict[str, Cell]) -> int:
     return min(round(spent(found["nash_mtl"])[0]), len(found["random_search"]["configurations"]))
 
 
-def at_equal_budget(cells: Cells, shared: dict[str, bool]) -> list[str]:
+def at_equal_budget(cells: Cells) -> list[str]:
     """Searches after as many trials as rates and rows of `nash_mtl` cost, beside it: random search, and one that begins
     with the rates of the reference, which the protocol does not have.
     """
     rows = []
     for name, found in cells.items():
-        if any(method not in found for method in ("random_search", "nash_mtl", REFERENCE)):
+        if not {"random_search", "nash_mtl", REFERENCE} <= found.keys():
             continue
-        nash, passes, trials = scores(found["nash_mtl"]), round(spent(found["nash_mtl"])[0]), trials_of(found)
-        random = scores(found["random_search"], trials=trials)
-        begun = scores(joined(found[REFERENCE], found["random_search"], trials))
-        rest = max(0, trials - len(found[REFERENCE]["configurations"]))
-        taken = [
-            passes_taken(found["random_search"], trials),
-            passes_taken(found[REFERENCE]) + passes_taken(found["random_search"], rest),
-        ]
-        of_all = [f"{one / passes_taken(found['nash_mtl']):.1f}" for one in taken]
-        rows.append(
-            [
-                name,
-                str(passes),
-                str(trials),
-                f"{random.mean():.3f}",
-                of_all[0],
-                f"{nash.mean():.3f}",
-                points(difference(nash, random, shared[name])),
-                f"{begun.mean():.3f}",
-                of_all[1],
-                points(difference(nash, begun, shared[name])),
-            ]
-        )
+        first, searched, trials = found[REFERENCE], found["random_search"], trials_of(found)
+        nash, rest = scores(found["nash_mtl"]), max(0, trials - len(first["configurations"]))
+        row = [name, str(round(spent(found["nash_mtl"])[0])), str(trials)]
+        for search, taken, shown in (
+            (scores(searched, trials=trials), passes_taken(searched, trials), [f"{nash.mean():.3f}"]),
+            (scores(joined(first, searched, trials)), passes_taken(first) + passes_taken(searched, rest), []),
+        ):
+            by_steps = f"{taken / passes_taken(found['nash_mtl']):.1f}"
+            apart = points(difference(nash, search, PROBLEMS[name].shared))
+            row += [f"{search.mean():.3f}", by_steps, *shown, apart]
+        rows.append(row)
     titles = ["passes of `nash_mtl()`", "trials", "*random_search*", "by steps", "`nash_mtl()`", "difference"]
     return table(["", *titles, "*standardised*, then random", "by steps", "difference"], rows)
 
@@ -225,10 +226,10 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
     ]
 
 
-def intervals(cells: Cells, shared: dict[str, bool]) -> str:
+def intervals(cells: Cells) -> str:
     """How many intervals against the reference leave out 0, by the bootstrap and by Student's t."""
     pairs = [
-        (scores(found[method]), scores(found[reference_of(name)]), shared[name])
+        (scores(found[method]), scores(found[reference_of(name)]), PROBLEMS[name].shared)
         for name, found in cells.items()
         for method in methods_of(cells)
         if method in found and method != reference_of(name)
@@ -265,42 +266,31 @@ def honesty(cells: Cells, bold: str) -> list[str]:
 
 def made(cells: Cells) -> list[str]:
     """All that stands between the marks."""
-    shared, whole = {name: PROBLEMS[name].shared for name in cells}, cells
-    ready = [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
+    whole, ready = cells, [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
     cells = {name: cells[name] for name in ready}
     core = [method for method in CORE if method in methods_of(cells)]
     old, new = ([n for n in ready if PROBLEMS[n].held_out is part] for part in (False, True))
     tables = {
-        "By method": summary(cells, shared),
-        "Held-out problems": differences(cells, shared, core, new),
-        "Development problems": differences(cells, shared, core, old),
-        "When all stop earlier": stopped_earlier(cells, shared, core),
-        "The worst part": worst_parts(cells, shared, core),
-        "At equal budget": at_equal_budget(cells, shared),
+        "By method": summary(cells),
+        "Held-out problems": differences(cells, core, new),
+        "Development problems": differences(cells, core, old),
+        "When all stop earlier": stopped_earlier(cells, core),
+        "The worst part": worst_parts(cells, core),
+        "At equal budget": at_equal_budget(cells),
         "Ranks": ranks(cells),
     }
-    lines = honesty(whole, intervals(cells, shared))
+    lines = honesty(whole, intervals(cells))
     for title, found in tables.items():
         words = [WORDS[title], ""] if title in WORDS else []
         lines += ["", f"### {title}", "", *words, *found]
-    return [*lines, "", *advice(cells, [*new, *old]), "", *beside_the_peer(cells, shared), "", *front_tables(whole)]
+    return [*lines, "", *advice(cells, [*new, *old]), "", *beside_the_peer(cells), "", *front_tables(whole)]
 
 
 def write_page(cells: Cells | None = None) -> None:
     """Write tables between the marks, the pictures of the report, and the chart of `docs/evidence.md`."""
     cells = load_all() if cells is None else cells
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    if not begin:
-        raise ValueError(f"write_page: expected the mark {BEGIN!r}, found none in {PAGE.name}. Put it back.")
-    text = "\n".join([BEGIN, "", *made(cells), "", ""])
-    PAGE.write_text(before + text + END + rest.partition(END)[2], encoding="utf-8")
-    shared = {name: PROBLEMS[name].shared for name in cells}
-    draw(cells, shared, PAGE.parent)
+    write_between(PAGE, "<!-- begin: made by tests/evidence -->", "<!-- end -->", made(cells))
+    draw(cells, PAGE.parent)
     draw_fronts(cells, PAGE.parent)
-    draw_summary(per_problem(cells, shared), DOCS)
-
-
-def per_problem(cells: Cells, shared: dict[str, bool]) -> dict[str, list[float]]:
-    """The differences of each method of the chart, in hundredths, one per problem."""
-    found = {m: [against(cells, shared, problem, m) for problem in cells] for m in CHART}
-    return {spelled(m): [100 * d.mean for d in found[m] if d is not None] for m in CHART}
+    per_problem = {spelled(m): [100 * d.mean for d in against_all(cells, m).values()] for m in CHART}
+    draw_summary(per_problem, DOCS / "evidence.svg")

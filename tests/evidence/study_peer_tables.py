@@ -3,8 +3,8 @@
 from statistics import mean, median
 
 import torch
-from study_cells import Cell
-from study_format import Cells, points, signed, spelled, table
+from problems import PROBLEMS
+from study_format import Cells, counted, points, signed, spelled, table
 from study_peers import ALL, NAMES, OURS, PREFIX, STANDARDISED
 from study_statistics import difference, holm, scores, signed_rank
 
@@ -20,65 +20,51 @@ ON_STANDARDISED = (
 )
 
 
-def beside_the_peer(cells: Cells, shared: dict[str, bool]) -> list[str]:
+def beside_the_peer(cells: Cells) -> list[str]:
     """Tables of ours minus the peer's, on losses as they come and standardised; how far directions are apart."""
-    lines = ["### Exact rules beside the peer's", "", AS_THEY_COME, "", *ours_less_theirs(cells, shared, [*NAMES])]
+    lines = ["### Exact rules beside the peer's", "", AS_THEY_COME, "", *ours_less_theirs(cells, [*NAMES])]
     lines += ["", *how_far_apart(cells, [*NAMES])]
-    return [*lines, "", ON_STANDARDISED, "", *ours_less_theirs(cells, shared, [*STANDARDISED])]
+    return [*lines, "", ON_STANDARDISED, "", *ours_less_theirs(cells, [*STANDARDISED])]
 
 
-def pairs_of(cells: Cells, rules: list[str]) -> dict[tuple[str, str], tuple[Cell, Cell]]:
-    """By problem and rule: the cell of ours and that of the peer's, where both are stored."""
-    return {
-        (name, rule): (found[OURS[rule]], found[PREFIX + rule])
-        for name, found in cells.items()
-        for rule in rules
-        if OURS[rule] in found and PREFIX + rule in found
-    }
+def trained(cells: Cells, rules: list[str]) -> tuple[list[str], list[str]]:
+    """The problems, and those of these rules, of which the cells of both are stored somewhere."""
+    pairs = [(name, r) for name in cells for r in rules if {OURS[r], PREFIX + r} <= cells[name].keys()]
+    return [*dict.fromkeys(name for name, _ in pairs)], [rule for rule in rules if any(of == rule for _, of in pairs)]
 
 
-def ours_less_theirs(cells: Cells, shared: dict[str, bool], rules: list[str]) -> list[str]:
+def ours_less_theirs(cells: Cells, rules: list[str]) -> list[str]:
     """A row a problem and a column a rule; then means, counts and tests over problems."""
-    pairs = pairs_of(cells, rules)
-    names = list(dict.fromkeys(name for name, _ in pairs))
-    rules = [rule for rule in rules if any(of == rule for _, of in pairs)]
+    names, rules = trained(cells, rules)
     if not names:
         return ["None of these has been trained so far."]
-    points_of = {
-        (name, rule): difference(scores(ours), scores(theirs), shared[name])
-        for (name, rule), (ours, theirs) in pairs.items()
+    found = {
+        (name, rule): difference(*(scores(cells[name][m]) for m in (OURS[rule], PREFIX + rule)), PROBLEMS[name].shared)
+        for name in names
+        for rule in rules
+        if {OURS[rule], PREFIX + rule} <= cells[name].keys()
     }
-    rows = [[n, *(points(points_of[n, rule]) if (n, rule) in pairs else "-" for rule in rules)] for n in names]
-    own = [[d for (_, of), d in points_of.items() if of == rule] for rule in rules]
-    means = [signed(mean(d.mean for d in column)) for column in own]
-    counts = [
-        " / ".join(str([d.word for d in column].count(word)) for word in ("better", "none seen", "worse"))
-        for column in own
-    ]
+    rows = [[name, *(points(found.get((name, rule))) for rule in rules)] for name in names]
+    own = [[d for (_, of), d in found.items() if of == rule] for rule in rules]
     chances = holm([signed_rank(torch.tensor([d.mean for d in column])) for column in own])
-    below = [["mean", *means], ["better / none seen / worse", *counts], ["p", *(f"{p:.3f}" for p in chances)]]
-    few, many = (f"{share * len(pairs):.0f}" for share in (0.05, 0.11))
-    chance = f"Of {len(pairs)} intervals some {few} to {many} would leave out 0 by chance."
-    titles = [f"{spelled(OURS[rule])} over `{ALL[rule]}`" for rule in rules]
-    return [*table(["", *titles], rows + below), "", chance]
+    rows.append(["mean", *(signed(mean(d.mean for d in column)) for column in own)])
+    rows.append(["better / none seen / worse", *map(counted, own)])
+    rows.append(["p", *(f"{p:.3f}" for p in chances)])
+    few, many = (f"{share * len(found):.0f}" for share in (0.05, 0.11))
+    chance = f"Of {len(found)} intervals some {few} to {many} would leave out 0 by chance."
+    return [*table(["", *(f"{spelled(OURS[r])} over `{ALL[r]}`" for r in rules)], rows), "", chance]
 
 
 def how_far_apart(cells: Cells, rules: list[str]) -> list[str]:
     """A row a problem, a column a rule of the peer: the mean distance of directions over draws, and the largest."""
-    pairs = pairs_of(cells, rules)
-    names = list(dict.fromkeys(name for name, _ in pairs))
-    rules = [rule for rule in rules if any(of == rule for _, of in pairs)]
+    names, rules = trained(cells, rules)
     rows, errors = [], 0
     for name in names:
-        lengths = median(cells[name]["advice"]["imbalance"]) if "advice" in cells[name] else None
-        row = [name, "-" if lengths is None else f"{lengths:.1g}"]
-        for rule in rules:
-            found = cells[name].get(PREFIX + rule)
-            if found is None:
-                row.append("-")
-                continue
-            errors += sum(found["errors"].values())
-            row.append(f"{mean(found['apart']['mean']):.1g} ({max(found['apart']['largest']):.1g})")
+        row = [name, f"{median(cells[name]['advice']['imbalance']):.1g}" if "advice" in cells[name] else "-"]
+        for found in (cells[name].get(PREFIX + rule) for rule in rules):
+            errors += sum(found["errors"].values()) if found else 0
+            apart = found and found["apart"]
+            row.append(f"{mean(apart['mean']):.1g} ({max(apart['largest']):.1g})" if apart else "-")
         rows.append(row)
     return [
         "How far apart the two directions are, each made as long as 1, at the same gradients, on the way of the peer's "

@@ -1,11 +1,14 @@
 """The pictures of the study, readable on white and on black: differences to standardised sums, and fronts."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from problems import PROBLEMS
 from study_front_tables import SPELLED
 from study_fronts import FAMILIES, ON, on_the_front, points_of
 from study_fronts import PREFIX as FRONT
@@ -30,32 +33,48 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def draw(cells: dict[str, dict[str, Any]], shared: dict[str, bool], folder: Path) -> Path:
+def plain(axis: Any) -> None:
+    """A grid without a frame, on whatever is below."""
+    axis.grid(color=FAINT, linewidth=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.patch.set_alpha(0)
+
+
+def dots(axis: Any, y: int, values: list[float], middle: Callable[[list[float]], float]) -> None:
+    """A dot a value, at `LEAST` or above, and a bar in the middle."""
+    axis.plot([max(LEAST, x) for x in values], [y] * len(values), "o", color="#0072B288")
+    if values:
+        axis.plot([middle(values)] * 2, [y - 0.35, y + 0.35], color=WORSE, linewidth=3)
+
+
+@contextmanager
+def figure_at(path: Path, size: tuple[float, float], **settings: Any) -> Iterator[Figure]:
+    """A figure that is stored in the end."""
+    with mpl.rc_context(SETTINGS | settings):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def draw(cells: dict[str, dict[str, Any]], folder: Path) -> None:
     """Draw the differences: a panel a problem, a line a method."""
-    ready = [name for name, found in cells.items() if REFERENCE in found]
-    path = folder / "evidence_differences.svg"
-    with mpl.rc_context(SETTINGS):
-        columns = 5
-        lines = max(1, -(-len(ready) // columns))
-        figure = Figure(figsize=(11, 0.5 + 1.9 * lines), layout="constrained")
+    ready, columns = [name for name, found in cells.items() if REFERENCE in found], 5
+    lines = max(1, -(-len(ready) // columns))
+    with figure_at(folder / "evidence_differences.svg", (11, 0.5 + 1.9 * lines)) as figure:
         axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
         for axis in axes.flat[len(ready) :]:
             axis.set_visible(False)
         for axis, name in zip(axes.flat, ready, strict=False):
-            panel(axis, name, cells[name], shared[name])
+            panel(axis, name, cells[name], PROBLEMS[name].shared)
         figure.supxlabel("hundredths of the score over standardised sums, with 95 % intervals", fontsize=8, color=INK)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    return path
 
 
-def draw_fronts(cells: dict[str, dict[str, Any]], folder: Path) -> Path | None:
+def draw_fronts(cells: dict[str, dict[str, Any]], folder: Path) -> None:
     """Draw the fronts of the first draw: a panel a problem, a color a method."""
     ready = [name for name in ON if FRONT + "sums" in cells.get(name, {})]
     if not ready:
-        return None
-    path = folder / "evidence_fronts.svg"
-    with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(11, 3.2), layout="constrained")
+        return
+    with figure_at(folder / "evidence_fronts.svg", (11, 3.2)) as figure:
         for axis, name in zip(figure.subplots(1, len(ready), squeeze=False)[0], ready, strict=True):
             for family, color in zip(FAMILIES, COLORS, strict=True):
                 if FRONT + family in cells[name]:
@@ -66,31 +85,22 @@ def draw_fronts(cells: dict[str, dict[str, Any]], folder: Path) -> Path | None:
                     axis.plot(*points.T, "o-", color=color, linewidth=1, markersize=3, label=label)
             first, second = PARTS[name]
             axis.set(title=name, xlabel=first, ylabel=second)
-            axis.grid(color=FAINT, linewidth=0.5)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.patch.set_alpha(0)
+            plain(axis)
         figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    return path
 
 
-def draw_summary(differences: dict[str, list[float]], folder: Path) -> Path:
+def draw_summary(differences: dict[str, list[float]], path: Path) -> None:
     """Draw all methods in one chart: a dot a problem, a bar at the median, the best median at the top."""
     labels = {"*unit_sum*": "sum of unit gradients", "*random_search*": "random search", "*start*": "1 / first loss"}
-    path, ordered = folder / "evidence.svg", sorted(differences, key=lambda name: median(differences[name]))
-    with mpl.rc_context(SETTINGS | {"font.size": 12}):
-        axis = (figure := Figure(figsize=(8, 5.4), layout="constrained")).subplots()
+    ordered = sorted(differences, key=lambda name: median(differences[name]))
+    with figure_at(path, (8, 5.4), **{"font.size": 12}) as figure:
+        axis = figure.subplots()
         axis.axvline(0, color=INK, linewidth=0.8)
         for y, name in enumerate(ordered):
-            axis.plot([max(d, LEAST) for d in differences[name]], [y] * len(differences[name]), "o", color="#0072B288")
-            axis.plot([median(differences[name])] * 2, [y - 0.35, y + 0.35], color=WORSE, linewidth=3)
+            dots(axis, y, differences[name], median)
         axis.set_yticks(range(len(ordered)), [labels.get(name, name.strip("`")) for name in ordered])
         axis.set(xlabel="hundredths of the score over standardised sums", ylim=(-0.6, len(ordered) - 0.4))
-        axis.grid(color=FAINT, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.patch.set_alpha(0)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    return path
+        plain(axis)
 
 
 def panel(axis: Any, name: str, found: dict[str, Any], shared: bool) -> None:
@@ -106,6 +116,4 @@ def panel(axis: Any, name: str, found: dict[str, Any], shared: bool) -> None:
         axis.plot(mean, y, "<" if 100 * d.mean < FARTHEST else "o", color=color, markersize=3.5)
     axis.set_title(name, fontsize=8, color=INK)
     axis.set_yticks(range(len(SHOWN)), SHOWN, fontsize=7)
-    axis.grid(color=FAINT, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.patch.set_alpha(0)
+    plain(axis)

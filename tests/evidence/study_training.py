@@ -181,23 +181,6 @@ def with_epoch_ended(state: jd.TrainState) -> jd.TrainState:
     return state
 
 
-def window(problem: Problem, draws: Draws, rate: float, length: int) -> tuple[Tensor, Tensor]:
-    """What `advise` is given: Gramians `[d, k, m, m]` and losses `[d, k, m]` of the first k steps under `mean`."""
-    gramians, losses = [], []
-    parts = {"losses": problem.losses, "aggregator": jd.mean(), "optimizer": optimizer_for(rate)}
-    for data, source in zip(draws.data, generators(draws.numbers), strict=True):
-        params, rows = problem.init(source), batch_of(problem, data, source)
-        state, found = jd.train_state(params, *rows, **parts), []
-        for _ in range(length):
-            jacobian, values = jd.jacobian_fn(problem.losses)(state.params, *rows)
-            found.append((jd.views.gramian(jacobian), values.detach().double()))
-            state, _ = jd.step(state, *rows, **parts)
-            rows = batch_of(problem, data, source)
-        gramians.append(torch.stack([g for g, _ in found]))
-        losses.append(torch.stack([v for _, v in found]))
-    return torch.stack(gramians), torch.stack(losses)
-
-
 def time_ratio(problem: Problem, build: Build, draws: Draws, rounds: int) -> float:
     """The time of a step of one training, eager, relative to `mean`: the median of ratios of neighbours in time."""
     [source] = generators(draws.numbers[:1])

@@ -6,7 +6,7 @@ import pytest
 import study_optimizers
 import torch
 from bounds import check_within
-from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal, run, with_section
+from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal, run
 from study_training import draws_of
 from tiny_problem import tiny
 
@@ -65,13 +65,15 @@ def test_a_cell_that_is_stored_is_not_trained_again(little, tmp_path, monkeypatc
     assert run(path) == cells
     assert against(cells, "tiny", "SGD", "config", "steps") is not None
     assert against({}, "tiny", "SGD", "config", "steps") is None
-    (tmp_path / "REPORT.md").write_text("# Title\n\n## What speaks against it\n")
-    for _ in range(2):  # the second time between the marks
-        study_optimizers.write_page(cells, tmp_path / "REPORT.md")
-    assert (tmp_path / "REPORT.md").read_text().count("## Does the optimizer hide the rule?") == 1
+    report = tmp_path / "REPORT.md"
+    report.write_text("\n".join(["# Title", *study_optimizers.MARKS, "## Next"]))
+    for _ in range(2):  # the second time in the place of the first
+        study_optimizers.write_page(cells, report)
+    assert report.read_text().count("spread of rules") == 1
+    assert report.read_text().endswith("\n## Next")
     assert (tmp_path / "evidence_optimizers.svg").exists()
-    with pytest.raises(ValueError, match="must have the heading"):
-        with_section("", [], "", "## None")
+    with pytest.raises(ValueError, match="expected the mark"):
+        study_optimizers.write_between(report, "<!-- other -->", "", [])
 
 
 def test_fewer_steps_are_read_off_where_a_step_takes_several_passes():
