@@ -1,14 +1,12 @@
 """`python tests/benchmarks`: how fast and how lean, against TorchJD and plain training, one thread each, in turns."""
 
 import argparse
-import atexit
 import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -30,25 +28,17 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _emptied_at_exit())  # the first calls shall compile
     warnings.filterwarnings("ignore")  # the peer's and its solvers'; our own tests turn warnings into errors
-    chosen = _chosen(options)
     rows: list[Standing] = []
     try:
-        for row in _rows(chosen, options):
-            rows.append(row)
+        rows.extend(_rows(_chosen(options), options))
     finally:  # whoever stops after ten minutes keeps what there is
         _finish(rows, options)
 
 
-def _emptied_at_exit() -> str:
-    folder = TemporaryDirectory(ignore_cleanup_errors=True)
-    atexit.register(folder.cleanup)
-    return folder.name
-
-
 def _rows(chosen: "list[Race]", options: argparse.Namespace) -> "Iterator[Standing]":
     """Measure case by case, and print."""
+    from races import run
     from report import TITLES, line
 
     table, end = "", perf_counter() + options.minutes * 60
@@ -57,7 +47,7 @@ def _rows(chosen: "list[Race]", options: argparse.Namespace) -> "Iterator[Standi
             print(f"\nstopped after {options.minutes:g} minutes: {len(chosen) - index} of {len(chosen)} cases not run")
             return
         _progress(f"{index + 1}/{len(chosen)} {case.table}: {case.name} {case.size}")
-        row = _run(case, options)
+        row = run(case, 0.05 if options.toy else 0.5 if options.quick else 2.5, options.rounds)
         _progress("")
         print(line(row) if row.table == table else f"\n{TITLES[row.table]}\n{line(row)}", flush=True)
         table = row.table
@@ -122,12 +112,6 @@ def _cases(options: argparse.Namespace) -> "list[Race]":
     for device in devices:
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
     return [case for case in found if case.quick or not options.quick]
-
-
-def _run(case: "Race", options: argparse.Namespace) -> "Standing":
-    from races import run
-
-    return run(case, 0.05 if options.toy else 0.5 if options.quick else 2.5, options.rounds)
 
 
 def _progress(text: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
 from device_steps import CASES, FORMS, RULES, Count, ours, peers, plain
-from page import line, table, with_table
+from page import line, publish, table
 
 LAUNCHES = ("plain", "TorchJD", "ours", "to plain", "to TorchJD")
 HEAD = ("", "rule", *LAUNCHES, "waits: TorchJD", "ours", "copies: TorchJD", "ours", "peak, kB: TorchJD", "ours")
@@ -28,13 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # the peer's and its solvers'
-    lines: list[str] = []
-    for each in _lines(options.rules, options.models):
-        print(each, flush=True)
-        lines.append(each)
-    if options.page:
-        text = with_table(options.page.read_text(), "launches", "\n".join(lines), "device_table.py")
-        options.page.write_text(text)
+    publish(_lines(options.rules, options.models), options.page, "launches", "device_table.py")
 
 
 def _lines(rules: Sequence[str], models: Sequence[str] | None) -> Iterator[str]:

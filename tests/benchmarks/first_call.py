@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
-from page import case_name, table, with_table
+from page import case_name, publish, table
 
 _TO_PLAIN = ("plain training", "to plain")
 TAKEN = ("first call, CPU s", "torch", "C++", "all", *_TO_PLAIN, "second process", *_TO_PLAIN)
@@ -46,10 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in (options.models or [name]) and size in (options.sizes or [size]):
             rows.append(cells(name, size, *(_twice(name, size, side, options) for side in ("ours", "plain"))))
             print(" | ".join(rows[-1]), flush=True)
-    text = tables(rows)
-    print(text)
-    if options.page:
-        options.page.write_text(with_table(options.page.read_text(), "first calls", text, "first_call.py"))
+    publish([tables(rows)], options.page, "first calls", "first_call.py")
 
 
 def measured(name: str, size: str, side: str, toy: bool = False, backend: str = "inductor") -> Found:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fronts_problems import PROBLEMS, Problem
-from page import line, table, with_table
+from page import line, publish, table
 from torch import Tensor
 
 import functional_jd as jd
@@ -211,15 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "times of fronts": times_lines("VLMOP2", options.methods),
     }
     for name, lines in tables.items():
-        if options.only not in (None, name):
-            continue
-        found: list[str] = []
-        for each in lines:
-            print(each, flush=True)
-            found.append(each)
-        if options.page:
-            text = with_table(options.page.read_text(), name, "\n".join(found), "fronts_table.py")
-            options.page.write_text(text)
+        if options.only in (None, name):
+            publish(lines, options.page, name, "fronts_table.py")
 
 
 if __name__ == "__main__":

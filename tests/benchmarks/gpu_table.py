@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from gpu_cases import cases
 from gpu_sides import sides
+from memory import peak_memory
 from page import table as markdown
 from page import with_table
 
@@ -82,11 +83,9 @@ def built(build: Callable[[], Callable[[], Any]], device: str, side: str, steps:
             step()
         wait(device)
         first = time.perf_counter() - began
-        before = memory(device)
-        step()
-        wait(device)
+        peak = peak_memory(step, device)
         steps[side] = step
-        return {"peak MB": (memory(device, peak=True) - before) / 2**20, "first s": first}
+        return {"peak MB": peak / 2**20, "first s": first}
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0][:200]}"}
@@ -111,16 +110,6 @@ def wait(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def memory(device: str, peak: bool = False) -> int:
-    """Bytes that are in use; the peak counts from the last call without it."""
-    if device != "cuda":
-        return 0
-    if peak:
-        return torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
 
 
 def machine(device: str) -> str:

@@ -6,7 +6,7 @@ these files do not hold are left empty.
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,6 @@ from chart import cpu_rows, draw
 
 PAGES = (Path(__file__).parents[2] / "docs" / "benchmarks.md", Path(__file__).parent / "REPORT.md")
 BEGIN, END = "<!-- begin: made by tests/benchmarks/page.py, {} -->", "<!-- end: {} -->"
-MODELS = {
-    "tiny MLP": "tiny MLP",
-    "MLP": "MLP",
-    "wide MLP": "wide MLP",
-    "conv": "convolutions",
-    "transformer": "transformer",
-}
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, str], Row]
@@ -60,53 +53,9 @@ def _rows(found: Iterable[Row], table: str) -> Rows:
     return {(race["name"], race["size"]): race for race in races if race["table"] == table and race["device"] == "cpu"}
 
 
-def _cpu(eager: Rows, compiled: Rows) -> str:
-    """The whole step to plain training and to the peer's, eager and compiled, and its peak above the model."""
-    pairs = {"to plain": "ours/plain", "to TorchJD": "ours/JD"}
-    lines: list[Sequence[str]] = []
-    for key, row in _float32(eager):
-        ratios = [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
-        lines.append([case_name(*key), f"{row['seconds']['ours'] * 1e3:.1f}", *ratios, _memory(row)])
-    titles = [title for name in pairs for title in (name, f"{name}, compiled")]
-    return table(["step with `upgrad`, float32", "ms", *titles, "memory to TorchJD"], lines, "--:")
-
-
 def _memory(row: Row) -> str:
     memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
     return f"{memory:.1f}" if memory else "-"
-
-
-def _steps(eager: Rows, compiled: Rows) -> str:
-    """The whole step to the peer's, in every precision and form."""
-    head = ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal", "compiled", "goal", "memory")
-    lines: list[Sequence[str]] = []
-    for (name, size), row in _float32(eager):
-        half = [_ratio(eager.get((name, f"{size} {kind}")), "ours/JD") for kind in ("bfloat16", "float16")]
-        graph = compiled.get((name, size))
-        ms = f"{row['seconds']['ours'] * 1e3:.1f}"
-        floats = [_ratio(row, "ours/JD"), *half, _ratio(row, "stacked/JD"), _goal(row, "ours/JD")]
-        graphs = [_ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
-        lines.append([case_name(name, size), ms, *floats, *graphs, _memory(row)])
-    return table(head, lines)
-
-
-def _operators(eager: Rows, _: Rows) -> str:
-    """An eager step, and the same bits by the operators of its graph, without a compiler."""
-    pairs = {"eager to TorchJD": "ours/JD", "operators to TorchJD": "operators/JD"}
-    pairs |= {"eager to plain training": "ours/plain", "operators to plain training": "operators/plain"}
-    lines = [[case_name(*key)] + [_ratio(row, pair) for pair in pairs.values()] for key, row in _float32(eager)]
-    return table(["float32", *pairs], lines)
-
-
-def _plain(eager: Rows, compiled: Rows) -> str:
-    """To training on the mean, and to the limit."""
-    pairs = {"`upgrad` to plain training": "ours/plain", "`mean` to plain training": "mean/plain"}
-    pairs |= {"`upgrad` to the limit": "ours/limit"}
-    lines = [
-        [case_name(*key)] + [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
-        for key, _ in _float32(eager)
-    ]
-    return table(["float32", *(cell for name in pairs for cell in (name, "compiled"))], lines)
 
 
 def _goals(eager: Rows, compiled: Rows) -> str:
@@ -118,19 +67,11 @@ def _goals(eager: Rows, compiled: Rows) -> str:
     return f"Goals reached: {' and '.join(counts)}."
 
 
-def _float32(rows: Rows) -> list[tuple[tuple[str, str], Row]]:
-    return [(key, row) for key, row in rows.items() if " " not in key[1] and "ours" in row["seconds"]]
-
-
 def case_name(name: str, size: str) -> str:
     if name == "Burgers":
         return f"Burgers' equation, {size[2:]} losses"
     model, _, each = name.partition(",")
-    return f"{MODELS[model]}, {size[2:]} {'examples' if each else 'tasks'}"
-
-
-def _ratio(row: Row | None, pair: str) -> str:
-    return f"{row['ratios'][pair][1]:.2f}" if row and pair in row["ratios"] else "-"
+    return f"{'convolutions' if model == 'conv' else model}, {size[2:]} {'examples' if each else 'tasks'}"
 
 
 def _goal(row: Row | None, pair: str) -> str:
@@ -146,7 +87,82 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES = {"cpu": _cpu, "steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}
+def publish(lines: Iterable[str], page: Path | None, name: str, script: str) -> None:
+    """Print lines as they come, and put them between the marks of a page, if there is one."""
+    found: list[str] = []
+    for each in lines:
+        print(each, flush=True)
+        found.append(each)
+    if page:
+        page.write_text(with_table(page.read_text(), name, "\n".join(found), script))
+
+
+Cells = Callable[[Row, Row | None, Callable[[str], Row | None]], Sequence[str]]
+"""The cells of a case from its eager and its compiled row, and what finds its row in half precision."""
+
+
+def _of_float32(head: Sequence[str], cells: Cells, align: str = "---") -> Callable[[Rows, Rows], str]:
+    def made(eager: Rows, compiled: Rows) -> str:
+        lines = []
+        for (name, size), row in eager.items():
+            if " " not in size and "ours" in row["seconds"]:
+                half = lambda kind, name=name, size=size: eager.get((name, f"{size} {kind}"))
+                lines.append([case_name(name, size), *cells(row, compiled.get((name, size)), half)])
+        return table(head, lines, align)
+
+    return made
+
+
+def _ratios(rows: Iterable[Row | None], *pairs: str) -> list[str]:
+    rows = list(rows)
+    return [f"{row['ratios'][pair][1]:.2f}" if row and pair in row["ratios"] else "-" for pair in pairs for row in rows]
+
+
+def _ms(row: Row) -> str:
+    return f"{row['seconds']['ours'] * 1e3:.1f}"
+
+
+TABLES = {
+    # The whole step to plain training and to the peer's, eager and compiled, and its peak above the model.
+    "cpu": _of_float32(
+        [
+            *("step with `upgrad`, float32", "ms", "to plain", "to plain, compiled"),
+            *("to TorchJD", "to TorchJD, compiled", "memory to TorchJD"),
+        ],
+        lambda row, graph, _: [_ms(row), *_ratios((row, graph), "ours/plain", "ours/JD"), _memory(row)],
+        "--:",
+    ),
+    # The whole step to the peer's, in every precision and form.
+    "steps": _of_float32(
+        ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal", "compiled", "goal", "memory"),
+        lambda row, graph, half: [
+            _ms(row),
+            *_ratios((row, half("bfloat16"), half("float16")), "ours/JD"),
+            *_ratios([row], "stacked/JD"),
+            _goal(row, "ours/JD"),
+            *_ratios([graph], "ours/JD"),
+            _goal(graph, "ours/JD"),
+            _memory(row),
+        ],
+    ),
+    # An eager step, and the same bits by the operators of its graph, without a compiler.
+    "operators": _of_float32(
+        [
+            *("float32", "eager to TorchJD", "operators to TorchJD"),
+            *("eager to plain training", "operators to plain training"),
+        ],
+        lambda row, *_: _ratios([row], "ours/JD", "operators/JD", "ours/plain", "operators/plain"),
+    ),
+    # To training on the mean, and to the limit.
+    "plain": _of_float32(
+        [
+            *("float32", "`upgrad` to plain training", "compiled", "`mean` to plain training", "compiled"),
+            *("`upgrad` to the limit", "compiled"),
+        ],
+        lambda row, graph, _: _ratios((row, graph), "ours/plain", "mean/plain", "ours/limit"),
+    ),
+    "goals": _goals,
+}
 
 
 if __name__ == "__main__":

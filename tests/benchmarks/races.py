@@ -65,13 +65,6 @@ class Figure(NamedTuple):
     reached: bool
 
 
-class Compiled(NamedTuple):
-    """What compiling a side took: seconds of the first call, and graphs from then on. More than one: it recompiles."""
-
-    seconds: float
-    graphs: int
-
-
 class Standing(NamedTuple):
     """Seconds per call and bytes at the peak, medians by side; quartiles of the rounds' ratios by pair of sides."""
 
@@ -83,7 +76,6 @@ class Standing(NamedTuple):
     ratios: dict[str, list[float]]
     figures: list[Figure]
     difference: dict[str, float]
-    compiled: dict[str, Compiled]
     refused: dict[str, str]
     rounds: int
     device: str
@@ -91,7 +83,7 @@ class Standing(NamedTuple):
 
 def run(race: Race, seconds: float, rounds: int) -> Standing:
     """Check that all sides agree, then time them in turns for about so many seconds, then weigh them."""
-    sides, refused, difference, compiled = _agreeing(race.build(), race.tolerance)
+    sides, refused, difference = _agreeing(race.build(), race.tolerance)
     gc.collect()
     calls, times = _timed([side.call for side in sides.values()], seconds, rounds, race.device)
     columns = dict(zip(sides, times, strict=True))
@@ -106,28 +98,23 @@ def run(race: Race, seconds: float, rounds: int) -> Standing:
         if other in columns and name != other
     }
     how = race.table, race.name, race.size
-    return Standing(*how, medians, memory, ratios, figures, difference, compiled, refused, calls, race.device)
+    return Standing(*how, medians, memory, ratios, figures, difference, refused, calls, race.device)
 
 
-def _agreeing(
-    sides: dict[str, Side], tolerance: float
-) -> tuple[dict[str, Side], dict[str, str], dict[str, float], dict[str, Compiled]]:
-    """The sides that agree with ours; why the others are out; how far apart they all are; what compiling took."""
+def _agreeing(sides: dict[str, Side], tolerance: float) -> tuple[dict[str, Side], dict[str, str], dict[str, float]]:
+    """The sides that agree with ours; why the others are out; how far apart they all are."""
     kept: dict[str, Side] = {}
     refused: dict[str, str] = {}
-    compiled: dict[str, Compiled] = {}
     directions: dict[str, Tensor] = {}
     for name, side in sides.items():
-        graphs, start = _graphs(), perf_counter()
+        graphs = _graphs()
         try:
             answer = side.call()
-            first = perf_counter() - start
             if side.direction is not None:
                 directions[name] = side.direction(answer)
             if _graphs() > graphs:  # what compiles once more does so now
                 side.call()
                 side.call()
-                compiled[name] = Compiled(first, _graphs() - graphs)
             kept[name] = side
         except Exception as error:  # the others still race
             refused[name] = f"{type(error).__name__}: {error}"[:300]
@@ -137,7 +124,7 @@ def _agreeing(
         if not distance <= tolerance:
             refused[name] = f"another direction, {distance:.0e} away from ours"
             del kept[name]
-    return kept, refused, difference, compiled
+    return kept, refused, difference
 
 
 def _graphs() -> int:

@@ -20,8 +20,6 @@ of tasks one tensor; operators, `compiled` with `backend="eager"`; mean, `step` 
 `UPGrad`, torch's AdamW and, in float16, GradScaler: `mtl_backward` or `backward` with `jac_to_grad`, one row after the
 other where the default does not run; for examples the faster of `backward` and `autogram.Engine`. plain, training of
 the mean loss, compiled where it says so. limit, one forward pass, the heads once, the trunk once per task, and no more.
-First call and graphs: of our compiled step, with an empty cache of compiled code unless TORCHINDUCTOR_CACHE_DIR names
-one; more graphs than one mean that it compiled again.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer adds a ridge of 1e-4 to
@@ -37,7 +35,6 @@ def line(row: Standing) -> str:
         goal = f", {'reached' if goals[name].reached else 'MISSED'} {goals[name].goal:g}" if name in goals else ""
         parts.append(f"{name} {middle:.3f} [{low:.3f} {high:.3f}]{goal}")
     parts += [f"{name} {size / 2**20:.1f} MB" for name, size in row.memory.items()]
-    parts += [f"{name}: first call {first:.1f} s, {graphs} graphs" for name, (first, graphs) in row.compiled.items()]
     parts += [f"{name} {far:.0e} apart" for name, far in row.difference.items() if name != "ours"]
     text = f"{row.name:18}{_place(row):16}" + "; ".join(parts)
     return text + "".join(f"\n    {name}: {reason}" for name, reason in row.refused.items())

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from problems import PROBLEMS
 from study_cells import Cell
-from study_rules import SPELLED
+from study_rules import KEYED, SPELLED
 from study_statistics import REFERENCE, Difference
 
 Cells = dict[str, dict[str, Cell]]
-KEYED = ("pcgrad", "gradvac", "graddrop", "random_weights")
 BASELINES = (REFERENCE, "start", "unit_sum", "random_search", "tpe", "grid")
 WORDS = ("better", "none seen", "worse")
 

@@ -13,31 +13,16 @@ from functional_jd import Aggregator
 Build = Callable[[Tensor], Aggregator]
 """A rule from a key, which few use."""
 
-# By name; in this order they are trained.
+KEYED = ("pcgrad", "gradvac", "graddrop", "random_weights")
+VALUES = {"cagrad": (0.5,), "fairgrad": (2.0,), "trimmed_mean": (1,)}
+# In this order they are trained.
+NAMES = (
+    "mean nash_mtl config upgrad aligned_mtl imtl_g geometric_mean famo mgda cagrad fairgrad pcgrad gradvac graddrop "
+)
+NAMES += "excess_mtl db_mtl gradnorm stch uw imtl_l dwa random_weights trimmed_mean"
 RULES: dict[str, Build] = {
-    "mean": lambda key: jd.mean(),
-    "nash_mtl": lambda key: jd.nash_mtl(),
-    "config": lambda key: jd.config(),
-    "upgrad": lambda key: jd.upgrad(),
-    "aligned_mtl": lambda key: jd.aligned_mtl(),
-    "imtl_g": lambda key: jd.imtl_g(),
-    "geometric_mean": lambda key: jd.geometric_mean(),
-    "famo": lambda key: jd.famo(),
-    "mgda": lambda key: jd.mgda(),
-    "cagrad": lambda key: jd.cagrad(0.5),
-    "fairgrad": lambda key: jd.fairgrad(2.0),
-    "pcgrad": jd.pcgrad,
-    "gradvac": jd.gradvac,
-    "graddrop": jd.graddrop,
-    "excess_mtl": lambda key: jd.excess_mtl(),
-    "db_mtl": lambda key: jd.db_mtl(),
-    "gradnorm": lambda key: jd.gradnorm(),
-    "stch": lambda key: jd.stch(),
-    "uw": lambda key: jd.uw(),
-    "imtl_l": lambda key: jd.imtl_l(),
-    "dwa": lambda key: jd.dwa(),
-    "random_weights": jd.random_weights,
-    "trimmed_mean": lambda key: jd.trimmed_mean(1),
+    name: getattr(jd, name) if name in KEYED else lambda key, name=name: getattr(jd, name)(*VALUES.get(name, ()))
+    for name in NAMES.split()
 }
 
 # Rules whose direction turns when the unit of one loss changes.
@@ -76,10 +61,10 @@ def methods_for(m: int, exchangeable: bool = False) -> dict[str, Method]:
         "unit_sum": Method(lambda key: unit_sum()),
     }
     rules = {name: Method(build) for name, build in RULES.items()}
-    del rules["trimmed_mean"]
     if m > 2:
-        trim = max(1, m // 4)
-        rules["trimmed_mean"] = Method(lambda key: jd.trimmed_mean(trim))
+        rules["trimmed_mean"] = Method(lambda key: jd.trimmed_mean(max(1, m // 4)))
+    else:
+        del rules["trimmed_mean"]
     again = {f"{name}_standardised": Method(RULES[name], "standard") for name in ON_UNITS}
     if exchangeable:  # all weights are equal
         return {"mean": rules.pop("mean"), "unit_sum": baselines["unit_sum"]} | rules
