@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from benchmarks.chart import cpu_rows
+from benchmarks.page import cpu_rows
 from rule_table import RULES
 
 import functional_jd

@@ -6,6 +6,7 @@ from math import pi
 from typing import Any
 
 import torch
+from models import OneModel
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -15,20 +16,11 @@ Slope = tuple[Tensor, Any]
 
 
 @dataclass(frozen=True)
-class Burgers:
+class Burgers(OneModel):
     """A network u(t, x); points inside, at the start with the values of u there, and at the edge, where u is 0."""
 
     model: nn.Module
     batch: tuple[Tensor, Tensor, Tensor, Tensor]
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """What is trained."""
-        return (self.model,)
-
-    def tree(self, of: Callable[[nn.Module], Any]) -> Any:
-        """What `of` returns for the model."""
-        return of(self.model)
 
     def losses(self, low: Callable[[Any], Any] = lambda f: f, stacked: bool = False) -> Any:
         """The losses as functions of the parameters, with `torch.func.grad` inside: a dict, or one tensor."""

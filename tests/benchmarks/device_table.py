@@ -3,44 +3,33 @@
 Counted on a simulated device, beside TorchJD's loop and plain training: the same on every machine, in a few minutes.
 """
 
-import argparse
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
 from device_steps import CASES, FORMS, RULES, Count, ours, peers, plain
-from page import line, publish, table
+from page import command, line, several, table
 
 LAUNCHES = ("plain", "TorchJD", "ours", "to plain", "to TorchJD")
 HEAD = ("", "rule", *LAUNCHES, "waits: TorchJD", "ours", "copies: TorchJD", "ours", "peak, kB: TorchJD", "ours")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """One table for each form of scaling, on stdout, and between the marks of a page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rules", nargs="+", choices=tuple(RULES), default=tuple(RULES))
-    parser.add_argument("--models", nargs="+", choices=sorted({name for name, _ in CASES}))
-    parser.add_argument("--page", type=Path, help="a Markdown file with marks for the tables")
-    options = parser.parse_args(arguments)
+def _lines(options: Any) -> Iterator[str]:
+    """One table for each form of scaling."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # the peer's and its solvers'
-    publish(_lines(options.rules, options.models), options.page, "launches", "device_table.py")
-
-
-def _lines(rules: Sequence[str], models: Sequence[str] | None) -> Iterator[str]:
     for form in FORMS:
         if form != FORMS[0]:
             yield ""
         yield from table((form, *HEAD[1:]), []).splitlines()
         for case in CASES:
-            if models and case[0] not in models:
+            if case[0] not in options.models:
                 continue
             ordinary = plain(case, form)
-            for rule in rules:
+            for rule in options.rules:
                 cells = _cells(ordinary, peers(case, rule, form), ours(case, rule, form))
                 yield line((f"{case[0]}, {case[1]} tasks", f"`{rule}`", *cells))
 
@@ -54,4 +43,5 @@ def _cells(ordinary: Count | None, peer: Count | None, own: Count) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    models = several(dict.fromkeys(name for name, _ in CASES))
+    command(__file__, __doc__, {"launches": _lines}, rules=several(RULES), models=models)

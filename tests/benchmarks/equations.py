@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise, product
 from math import pi
+from typing import Any
 
 import numpy as np
 import torch
-from allen_cahn import DIFFUSION, REACTION, solution
+from scipy.integrate import solve_ivp
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -151,6 +152,41 @@ def _shock(x: Tensor) -> Tensor:
     return -(torch.sin(pi * at) * heights).sum(-1) / heights.sum(-1)
 
 
+DIFFUSION, REACTION = 1e-4, 5.0
+# The slope of u jumps by 4 at the edge to begin with: hence more points than the width of its fronts asks for.
+_POINTS = 2048
+
+
+def allen_cahn_start(x: Tensor) -> Tensor:
+    """The values that u starts with."""
+    return x.square() * torch.cos(pi * x)
+
+
+@cache
+def _allen_cahn_values(points: int = _POINTS) -> Any:
+    """The function from times `[k]` to values `[points, k]` at equal points from -1."""
+    waves, x = pi * np.arange(points // 2 + 1), -1 + 2 * np.arange(points) / points
+
+    def speed(_: float, u: np.ndarray) -> np.ndarray:
+        return REACTION * (u - u**3) - DIFFUSION * np.fft.irfft(waves**2 * np.fft.rfft(u), points)
+
+    u = allen_cahn_start(torch.from_numpy(x)).numpy()
+    return solve_ivp(speed, (0, 1), u, method="DOP853", rtol=1e-9, atol=1e-9, dense_output=True).sol
+
+
+def allen_cahn_solution(points: Tensor) -> Tensor:
+    """u at points `[n, 2]` of (t, x), to 1e-6 of its norm; at t = 0 exactly, where the sum would round the edge off.
+
+    SciPy integrates values on equal points, whose second derivatives are those of their Fourier sum.
+    """
+    t, x = points.numpy().T
+    waves = np.arange(_POINTS // 2 + 1)
+    shares = np.where((waves == 0) | (2 * waves == _POINTS), 1, 2) / _POINTS
+    sums = np.fft.rfft(_allen_cahn_values()(t), axis=0).T * shares
+    found = torch.from_numpy((sums * np.exp(1j * pi * waves * (x[:, None] + 1))).real.sum(1))
+    return torch.where(points[:, 0] == 0, allen_cahn_start(points[:, 1]), found)
+
+
 def _allen_cahn(u: Tensor, first: Tensor, second: dict[int, Tensor], x: Tensor) -> Tensor:
     return first[..., 0] - DIFFUSION * second[1] + REACTION * (u**3 - u)
 
@@ -167,6 +203,6 @@ POISSON = Equation("Poisson 5-d", _poisson, _cosines, *_CUBE, tuple(range(5)), _
 _STRIP = (0.0, -1.0), (1.0, 1.0)
 BURGERS = Equation("Burgers", _burgers, _shock, *_STRIP, (1,), ((0, 0), *_box(1)), (20, 20, 20), (500, 100))
 ALLEN_CAHN = Equation(
-    "Allen-Cahn", _allen_cahn, solution, *_STRIP, (1,), ((0, 0),), (20, 20, 20), (500, 100), inputs=_periodic
+    "Allen-Cahn", _allen_cahn, allen_cahn_solution, *_STRIP, (1,), ((0, 0),), (20, 20, 20), (500, 100), inputs=_periodic
 )
 EQUATIONS = (HELMHOLTZ, POISSON, BURGERS, ALLEN_CAHN)

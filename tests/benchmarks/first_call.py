@@ -4,13 +4,12 @@ In CPU time, which other work on the machine stretches less. Every case runs in 
 `step`, then plain training, each with an empty cache and then with what that left there.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
-from page import case_name, publish, table
+from page import case_name, command, table
 
 _TO_PLAIN = ("plain training", "to plain")
 TAKEN = ("first call, CPU s", "torch", "C++", "all", *_TO_PLAIN, "second process", *_TO_PLAIN)
@@ -28,25 +27,17 @@ Found = dict[str, Any]
 _TIMED = 60
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table line by line, and put it into a page if there is one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", help="such as MLP or conv; default: all")
-    parser.add_argument("--sizes", nargs="+", help="such as T=2; default: all")
-    parser.add_argument("--toy", action="store_true", help="models of a few neurons")
-    parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--page", type=Path, help="where the table goes, between its marks")
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "SIZE", "SIDE"), help="measure this alone, here")
-    options = parser.parse_args(arguments)
+def lines(options: Any) -> Iterator[str]:
+    """The rows as they come on stderr, and both tables in the end; one side alone with `one`."""
     if options.one:
-        print(json.dumps(measured(*options.one, options.toy, options.backend)))
+        yield json.dumps(measured(*options.one, options.toy, options.backend))
         return
     rows: list[tuple[str, ...]] = []
     for name, size, *_ in _cases(options.toy):
         if name in (options.models or [name]) and size in (options.sizes or [size]):
             rows.append(cells(name, size, *(_twice(name, size, side, options) for side in ("ours", "plain"))))
-            print(" | ".join(rows[-1]), flush=True)
-    publish([tables(rows)], options.page, "first calls", "first_call.py")
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    yield tables(rows)
 
 
 def measured(name: str, size: str, side: str, toy: bool = False, backend: str = "inductor") -> Found:
@@ -79,8 +70,8 @@ def measured(name: str, size: str, side: str, toy: bool = False, backend: str = 
         "lines": sum(file.read_text().count("\n") for file in files),
         "compiled": _milliseconds(compiled.call),
         "eager": _milliseconds(eager.call),
-        "graphs": len(take.graphs)
-        or counters["stats"]["unique_graphs"],  # after all steps: more than one if some step compiled again
+        # After all steps: more than one if some step compiled again.
+        "graphs": len(take.graphs) or counters["stats"]["unique_graphs"],
     }
 
 
@@ -105,18 +96,14 @@ def _cases(toy: bool) -> list[Any]:
     return cases(toy, "cpu", 1)
 
 
-def _twice(name: str, size: str, side: str, options: argparse.Namespace) -> tuple[Found, Found]:
+def _twice(name: str, size: str, side: str, options: Any) -> tuple[Found, Found]:
     """In two processes with one cache, which was empty before."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = os.environ | threads | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        command = [sys.executable, __file__, "--one", name, size, side, "--backend", options.backend]
-        runs = [
-            subprocess.run(
-                [*command, *(["--toy"] if options.toy else [])], env=environment, check=True, stdout=subprocess.PIPE
-            )
-            for _ in range(2)
-        ]
+        call = [sys.executable, __file__, "--one", name, size, side, "--backend", options.backend]
+        call += ["--toy"] if options.toy else []
+        runs = [subprocess.run(call, env=environment, check=True, stdout=subprocess.PIPE) for _ in range(2)]
     cold, warm = (json.loads(run.stdout.splitlines()[-1]) for run in runs)
     return cold, warm
 
@@ -142,4 +129,13 @@ def tables(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command(
+        __file__,
+        __doc__,
+        {"first calls": lines},
+        models={"nargs": "+", "help": "such as MLP or conv; default: all"},
+        sizes={"nargs": "+", "help": "such as T=2; default: all"},
+        toy={"action": "store_true", "help": "models of a few neurons"},
+        backend={"default": "inductor"},
+        one={"nargs": 3, "metavar": ("MODEL", "SIZE", "SIDE"), "help": "measure this alone, here"},
+    )

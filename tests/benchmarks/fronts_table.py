@@ -4,10 +4,7 @@ Sixteen solutions (fifteen of three losses) of test problems, by Adam, on one th
 found, the same methods of LibMOON run too, in turns, from the same starts, at the same rates, for as many steps.
 """
 
-import argparse
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache, partial
@@ -15,14 +12,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from fronts_problems import PROBLEMS, Problem
-from page import line, publish, table
+from page import command, line, several, table
 from torch import Tensor
 
 import functional_jd as jd
@@ -196,24 +192,10 @@ def times_lines(name: str, methods: Sequence[str]) -> Iterator[str]:
         yield line((label, *cells, *ratios))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Two tables, on stdout, and between the marks of a page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", nargs="+", choices=tuple(PROBLEMS), default=tuple(PROBLEMS))
-    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS))
-    parser.add_argument("--only", choices=("fronts", "times of fronts"), help="one of the tables")
-    parser.add_argument("--page", type=Path, help="a Markdown file with marks for the tables")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # the peer's
-    tables = {
-        "fronts": worth_lines(options.problems, options.methods),
-        "times of fronts": times_lines("VLMOP2", options.methods),
-    }
-    for name, lines in tables.items():
-        if options.only in (None, name):
-            publish(lines, options.page, name, "fronts_table.py")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    tables = {
+        "fronts": lambda given: worth_lines(given.problems, given.methods),
+        "times of fronts": lambda given: times_lines("VLMOP2", given.methods),
+    }
+    command(__file__, __doc__, tables, problems=several(PROBLEMS), methods=several(METHODS))

@@ -10,18 +10,25 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_cases import cases
-from gpu_sides import sides
+from gpu_cases import Case, cases
 from memory import peak_memory
+from models import values
 from page import table as markdown
 from page import with_table
+from steps import loop, of_mean, of_tasks
 
-ROUNDS, SECONDS = 15, 0.8
+import functional_jd as jd
+
+ROUNDS, SECONDS, LR = 15, 0.8, 1e-4
 Row = dict[str, Any]
+Step = Callable[[], Any]
+RULES: dict[str, Callable[..., Any]] = {"mean": jd.mean, "upgrad": jd.upgrad, "config": jd.config}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,6 +54,63 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, made in (("gpu", text), ("gpu, in short", summary(rows))):
             if f", {name} -->" in (page_text := page.read_text()):
                 page.write_text(with_table(page_text, name, made, "gpu_table.py"))
+
+
+def sides(case: Case) -> dict[str, Callable[[], Step]]:
+    """What makes each side; a side that cannot run raises when it is made or first called."""
+    made: dict[str, Callable[[], Step]] = {"plain": partial(plain, case), "plain, captured": partial(captured, case)}
+    if find_spec("torchjd"):
+        made["TorchJD upgrad"] = partial(peer, case)
+    forms = {"eager": None, "by operators": "eager", "captured": "cudagraphs"}
+    return made | {f"{rule}, {form}": partial(ours, case, rule, by) for rule in RULES for form, by in forms.items()}
+
+
+def plain(case: Case, capturable: bool = False) -> Step:
+    """The mean of the losses, native autocast, `GradScaler` under float16, the fused AdamW of torch."""
+    return loop(lambda model: of_mean(model.mean), lambda: case, case.precision, fused=True, capturable=capturable).call
+
+
+def captured(case: Case) -> Step:
+    """The same as one CUDA graph."""
+    step = plain(case, capturable=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return lambda keeps=step: graph.replay()  # the graph reads memory of the optimizer
+
+
+def peer(case: Case) -> Step:
+    """TorchJD's loop with its UPGrad."""
+    # Under vmap, batch normalisation raises for half precision: large models go row by row.
+    chunk = 1 if case.precision == "bfloat16" else None
+    return loop(lambda model: of_tasks(model, chunk), lambda: case, case.precision, fused=True).call
+
+
+def ours(case: Case, rule: str, backend: str | None) -> Step:
+    """`jd.step`, eager or compiled by a backend; captured, the state is donated."""
+    losses, buffers = case.losses(), case.buffers
+    scale = jd.scale_state(2.0**10, shape=(len(case.heads),)) if case.precision == "float16" else None
+    aggregator = RULES[rule](solver="device") if backend == "cudagraphs" and rule == "upgrad" else RULES[rule]()
+    method: dict[str, Any] = {"losses": losses, "aggregator": aggregator, "optimizer": jd.adamw(LR)}
+    begin: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if buffers:
+        begin["buffers"] = {name: x.clone() for name, x in buffers.items()}
+    held = [jd.train_state(case.tree(values), *case.batch, **method, **begin)]
+    take: Callable[..., Any] = partial(jd.step, **method)
+    if backend:
+        take = jd.compiled(take, backend=backend, **({"donate": True} if backend == "cudagraphs" else {}))
+
+    def step() -> Any:
+        held[0], info = take(held[0], *case.batch)
+        return info
+
+    return step
 
 
 def of_case(name: str, make: Callable[[], Any], device: str, options: Any, start: float, rows: list[Row]) -> None:

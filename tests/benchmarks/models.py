@@ -23,6 +23,21 @@ def _as_it_is(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
+class OneModel:
+    """A problem that trains one module, `model`, and whose losses are `forward()`."""
+
+    model: nn.Module
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What is trained."""
+        return (self.model,)
+
+    def tree(self, of: Callable[[nn.Module], Any]) -> Any:
+        """What `of` returns for the model."""
+        return of(self.model)
+
+
 @dataclass(frozen=True)
 class Tasks:
     """A trunk, one head per task, a batch of inputs and of targets."""
@@ -67,20 +82,11 @@ class Tasks:
 
 
 @dataclass(frozen=True)
-class Examples:
+class Examples(OneModel):
     """A classifier, a batch of inputs and of classes."""
 
     model: nn.Module
     batch: tuple[Tensor, Tensor]
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """What is trained."""
-        return (self.model,)
-
-    def tree(self, of: Callable[[nn.Module], Any]) -> Any:
-        """What `of` returns for the model."""
-        return of(self.model)
 
     def losses(self, low: Low = _as_it_is) -> Any:
         """The losses as functions of the parameters."""
@@ -178,11 +184,6 @@ def examples(trunk: Callable[[], Trunk], m: int, device: str = "cpu", classes: i
 def values(module: nn.Module) -> dict[str, Tensor]:
     """The parameters, copied."""
     return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def gradients(module: nn.Module) -> dict[str, Any]:
-    """What stands in `.grad`, by name."""
-    return {name: p.grad for name, p in module.named_parameters()}
 
 
 def flat(tensors: Any) -> Tensor:

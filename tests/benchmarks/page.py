@@ -1,19 +1,20 @@
-"""`python tests/benchmarks/page.py bench.json bench-compiled.json`: write the tables of the benchmarks.
+"""`python tests/benchmarks/page.py bench.json bench-compiled.json`: write the tables of the benchmarks, and the chart.
 
 From what `make bench` and `make bench-compiled` wrote: into `docs/benchmarks.md` and `REPORT.md`. Figures of cases that
-these files do not hold are left empty.
+these files do not hold are left empty. Without files, only `docs/benchmarks.svg` is drawn, from the table of the page.
 """
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from chart import cpu_rows, draw
-
-PAGES = (Path(__file__).parents[2] / "docs" / "benchmarks.md", Path(__file__).parent / "REPORT.md")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "benchmarks.md", Path(__file__).parent / "REPORT.md")
 BEGIN, END = "<!-- begin: made by tests/benchmarks/page.py, {} -->", "<!-- end: {} -->"
+INK, EAGER, COMPILED = "#777777", "#0072B2", "#E69F00"
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, str], Row]
@@ -22,20 +23,51 @@ Rows = dict[tuple[str, str], Row]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the figures, and put tables in the place of those between the marks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="what the bench wrote with --json; later files count more")
+    parser.add_argument("files", nargs="*", type=Path, help="what the bench wrote with --json; later files count more")
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES)
     parser.add_argument("--tables", nargs="+", choices=tuple(TABLES), default=tuple(TABLES))
     options = parser.parse_args(arguments)
     found = [json.loads(file.read_text()) for file in options.files]
     eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
     texts = {path: path.read_text() for path in options.pages}
-    for name in options.tables:
+    for name in options.tables if found else ():
         path = next((path for path, text in texts.items() if BEGIN.format(name) in text), options.pages[0])
         texts[path] = with_table(texts[path], name, TABLES[name](eager, compiled))
     for path, text in texts.items():
         path.write_text(text)
     if "cpu" in options.tables:
         draw(cpu_rows(texts[options.pages[0]]), options.pages[0].with_suffix(".svg"))
+
+
+def cpu_rows(text: str) -> dict[str, dict[str, float]]:
+    """The figures of the CPU table of the page, by case and column."""
+    made = text.partition(", cpu -->")[2].partition("<!-- end")[0]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in made.strip().splitlines()]
+    return {case: dict(zip(head[1:], map(float, cells), strict=True)) for case, *cells in rows}
+
+
+def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
+    """Two panels, against plain training and against TorchJD: a pair of bars per case, and a line at 1."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), INK)
+    with mpl.rc_context(colors | {"font.size": 12, "svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 6), layout="constrained")
+        axes: Any = figure.subplots(1, 2, sharey=True)
+        for ax, other in zip(axes, ("plain", "TorchJD"), strict=True):
+            for column, color, shift in ((f"to {other}", EAGER, -0.2), (f"to {other}, compiled", COMPILED, 0.2)):
+                label = column.partition(", ")[2] or "eager"
+                places = [place + shift for place in range(len(rows))]
+                ax.barh(places, [row[column] for row in rows.values()], 0.38, color=color, label=label)
+            ax.axvline(1, color=INK, linewidth=1.5)
+            ax.set(title=f"Time / {'plain training' if other == 'plain' else other}")
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.patch.set_alpha(0)
+        axes[0].set_yticks(range(len(rows)), list(rows))
+        axes[0].invert_yaxis()
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def with_table(text: str, name: str, table: str, script: str = "page.py") -> str:
@@ -87,14 +119,32 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def publish(lines: Iterable[str], page: Path | None, name: str, script: str) -> None:
-    """Print lines as they come, and put them between the marks of a page, if there is one."""
-    found: list[str] = []
-    for each in lines:
-        print(each, flush=True)
-        found.append(each)
-    if page:
-        page.write_text(with_table(page.read_text(), name, "\n".join(found), script))
+def command(file: str, doc: str | None, tables: dict[str, Callable[[Any], Iterable[str]]], **options: Any) -> None:
+    """A script: lines of tables by name, printed as they come, and put between the marks of a page if there is one.
+
+    `options` are those of the script, each with the arguments of `add_argument`; the tables take what was given.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    for name, how in options.items():
+        parser.add_argument(f"--{name}", **how)
+    parser.add_argument("--only", choices=tuple(tables), help="one of the tables")
+    parser.add_argument("--page", type=Path, help="a Markdown file with marks for the tables")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")  # the peer's and its solvers'
+    for name, lines in tables.items():
+        if given.only in (None, name):
+            found: list[str] = []
+            for each in lines(given):
+                print(each, flush=True)
+                found.append(each)
+            if given.page:
+                text = with_table(given.page.read_text(), name, "\n".join(found), Path(file).name)
+                given.page.write_text(text)
+
+
+def several(names: Iterable[str]) -> dict[str, Any]:
+    """The arguments of an option that takes some of these names, all of them by default."""
+    return {"nargs": "+", "choices": tuple(names), "default": tuple(names)}
 
 
 Cells = Callable[[Row, Row | None, Callable[[str], Row | None]], Sequence[str]]

@@ -90,21 +90,23 @@ def _through_all(model: Burgers, autocast: Callable[[], AbstractContextManager[A
         torch.autograd.grad(loss, weights, retain_graph=True)
 
 
-Loss = Callable[[AbstractContextManager[Any], Callable[[Any], Any]], None]
-"""`loss(autocast, scale)`: forward and backward, with what autocast is around and what scales; fills `.grad`."""
+Way = tuple[Callable[[], Any], Callable[[Any, Callable[[Any], Any]], None]]
+"""`forward()`, under autocast, and `backward(found, scale)`: what it returned, and what scales; fills `.grad`."""
 
 
-def loop(way: Callable[[Any], Loss], make: Make, precision: str, **how: Any) -> Side:
+def loop(way: Callable[[Any], Way], make: Make, precision: str, **how: Any) -> Side:
     """The loop around: gradients to zero, `way(model)`, torch's AdamW, in float16 with torch's GradScaler."""
     model = make()
     weights = [p for module in model.modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=_RATE, **how)
     scaler = torch.amp.GradScaler(model.batch[0].device.type, init_scale=_SCALE, enabled=precision == "float16")
-    autocast, to_grad = _autocast(model, precision), way(model)
+    autocast, (forward, backward) = _autocast(model, precision), way(model)
 
     def call() -> None:
         optimizer.zero_grad()
-        to_grad(autocast(), scaler.scale)
+        with autocast():
+            found = forward()
+        backward(found, scaler.scale)
         scaler.step(optimizer)
         scaler.update()
 
@@ -115,58 +117,49 @@ def loop(way: Callable[[Any], Loss], make: Make, precision: str, **how: Any) -> 
     return Side(call, lambda _: flat(model.tree(averages)))
 
 
-def of_mean(loss: Callable[[], Tensor]) -> Loss:
-    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
-        with autocast:
-            value = loss()
-        scale(value).backward()
-
-    return to_grad
+def of_mean(loss: Callable[[], Tensor]) -> Way:
+    return loss, lambda value, scale: scale(value).backward()
 
 
-def of_tasks(model: Tasks, chunk: int | None, rule: Any = None) -> Loss:
+def of_tasks(model: Tasks, chunk: int | None, rule: Any = None) -> Way:
     from torchjd.aggregation import UPGrad
     from torchjd.autojac import jac_to_grad, mtl_backward
 
     rule = rule or UPGrad()
 
-    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
-        with autocast:
-            losses, h = model.forward()
+    def backward(found: Any, scale: Callable[[Any], Any]) -> None:
+        losses, h = found
         mtl_backward([scale(loss) for loss in losses], features=h, parallel_chunk_size=chunk)
         jac_to_grad(model.trunk.parameters(), rule)
 
-    return to_grad
+    return model.forward, backward
 
 
-def _rows(model: Examples | Burgers, chunk: int | None = None) -> Loss:
+def _rows(model: Examples | Burgers, chunk: int | None = None) -> Way:
     from torchjd.aggregation import UPGrad
     from torchjd.autojac import backward, jac_to_grad
 
     rule = UPGrad()
 
-    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
-        with autocast:
-            losses = model.forward()
+    def to_grad(losses: Any, scale: Callable[[Any], Any]) -> None:
         backward([scale(losses)] if isinstance(losses, Tensor) else [*map(scale, losses)], parallel_chunk_size=chunk)
         jac_to_grad(model.model.parameters(), rule)
 
-    return to_grad
+    return model.forward, to_grad
 
 
-def _engine(model: Examples) -> Loss:
+def _engine(model: Examples) -> Way:
     from torchjd.aggregation import UPGradWeighting
     from torchjd.autogram import Engine
 
     rule, engine = UPGradWeighting(), Engine(model.model, batch_dim=0)
 
-    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
-        with autocast:
-            losses = model.forward()
-            gramian = engine.compute_gramian(losses)  # calls the modules again
-        scale(losses).backward(rule(gramian.float()))  # in half precision the rule does not run
+    def forward() -> tuple[Tensor, Tensor]:
+        losses = model.forward()
+        return losses, engine.compute_gramian(losses)  # calls the modules again
 
-    return to_grad
+    # In half precision the rule does not run.
+    return forward, lambda found, scale: scale(found[0]).backward(rule(found[1].float()))
 
 
 def _fastest(ways: Sequence[Callable[[], Side]]) -> Side:

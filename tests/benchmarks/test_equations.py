@@ -3,7 +3,6 @@
 from dataclasses import replace
 from math import pi
 
-import allen_cahn
 import physics_methods
 import pytest
 import soap
@@ -39,9 +38,9 @@ def test_burgers_is_as_steep_as_in_the_literature():
 def test_differences_of_the_solution_of_allen_and_cahn_satisfy_the_equation():
     x, h = ALLEN_CAHN.inside(200, seed=0) * 0.98 + torch.tensor([0.01, 0.0]), 1e-4
     t_step, x_step = torch.tensor([h, 0.0]).double(), torch.tensor([0.0, h]).double()
-    u = allen_cahn.solution(x)
-    slope = (allen_cahn.solution(x + t_step) - allen_cahn.solution(x - t_step)) / (2 * h)
-    bend = (allen_cahn.solution(x + x_step) - 2 * u + allen_cahn.solution(x - x_step)) / h**2
+    u = ALLEN_CAHN.solution(x)
+    slope = (ALLEN_CAHN.solution(x + t_step) - ALLEN_CAHN.solution(x - t_step)) / (2 * h)
+    bend = (ALLEN_CAHN.solution(x + x_step) - 2 * u + ALLEN_CAHN.solution(x - x_step)) / h**2
     terms = slope, -1e-4 * bend, 5 * u**3 - 5 * u
     assert sum(terms).abs().max() < 1e-3 * max(term.abs().max() for term in terms)
 

@@ -3,7 +3,6 @@
 import json
 import re
 
-import chart
 import page
 import pytest
 
@@ -40,10 +39,10 @@ def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
 
 def test_the_chart_shows_the_figures_of_the_table(tmp_path):
     pytest.importorskip("matplotlib")
-    text, stored = (chart.DOCS / f"benchmarks.{kind}" for kind in ("md", "svg"))
-    chart.draw(chart.cpu_rows(text.read_text(encoding="utf-8")), tmp_path / "fresh.svg")
+    text, stored = (page.DOCS / f"benchmarks.{kind}" for kind in ("md", "svg"))
+    page.draw(page.cpu_rows(text.read_text(encoding="utf-8")), tmp_path / "fresh.svg")
     bars = [
         [float(n) for n in re.findall(r"-?\d+\.\d+", path.read_text(encoding="utf-8").partition("</metadata>")[2])]
         for path in (stored, tmp_path / "fresh.svg")
     ]
-    assert bars[0] == pytest.approx(bars[1], abs=2), "run: python tests/benchmarks/chart.py"
+    assert bars[0] == pytest.approx(bars[1], abs=2), "run: python tests/benchmarks/page.py"
