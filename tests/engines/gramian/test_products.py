@@ -4,7 +4,7 @@ import pytest
 import torch
 from bounds import check_within, eps, product_bound
 from gramian_by_hand import Largest, rows_of_parts
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from zoo import numbers
 
@@ -68,10 +68,12 @@ SIZES = {
     "dtype": st.sampled_from([torch.float32, torch.float64]),
     "seed": st.integers(0, 99),
 }
+IN_COLUMNS = {"groups": 1, "o": 5, "i": 3, "lean": False, "cached": 1, "dtype": torch.float32, "seed": 0}
 
 
 @NORMS
 @given(m=st.integers(1, 5), uses=st.lists(USES, min_size=1, max_size=3), pixels=st.booleans(), **SIZES)
+@example(m=3, uses=[("own", 2)], pixels=False, **IN_COLUMNS)
 def test_blocks_equal_rows_by_hand(norms, m, uses, pixels, groups, o, i, lean, cached, dtype, seed):
     """One weight in several layers, such as an embedding that is the output layer too."""
     groups = 1 if any(kind == "lookup" for kind, _ in uses) else groups
@@ -89,6 +91,7 @@ def test_blocks_equal_rows_by_hand(norms, m, uses, pixels, groups, o, i, lean, c
     uses=st.tuples(*[st.lists(USES.filter(lambda use: use[0] != "common left"), max_size=2)] * 2),
     **SIZES,
 )
+@example(sizes=(2, 3), uses=([("own", 2)], [("own", 1)]), **IN_COLUMNS)
 def test_two_batches_equal_rows_multiplied_out(sizes, uses, groups, o, i, lean, cached, dtype, seed):
     """The layers that use a weight on one batch need not be those on the other."""
     groups = 1 if any(kind == "lookup" for each in uses for kind, _ in each) else groups
