@@ -284,17 +284,6 @@ def test_a_checkpoint_around_functional_call_may_use_the_own_weights_too():
     assert near(found, of_rows(rows_by_loop(batch_losses(both), params, X)), "float32")
 
 
-def test_autocast_needs_no_engine():
-    module = drawn(Net("nested"), 1)
-    plain = drawn(Net(), 1)
-    for dtype in (torch.float16, torch.bfloat16):
-        grads = []
-        for net in (plain, module):
-            y = fj.autocast(net, dtype)(X).float().square().sum()
-            grads.append(flat(torch.autograd.grad(y, list(net.parameters()))))
-        assert torch.equal(*grads)
-
-
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 @pytest.mark.parametrize("precision", PRECISIONS)

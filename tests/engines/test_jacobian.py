@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jacobian_by_hand import (
     CASES,
-    KINDS,
     case_of,
     every_kind,
     flat,
@@ -63,12 +62,6 @@ def jacobian_of(losses, params, *args, factors=None):
 
 def _times(factors, rows):
     return factors.to(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1)) * rows
-
-
-def possible(model, kind, mode):
-    if mode == "vmap":
-        return model.examples if kind == "by_example" else model.vmap
-    return True
 
 
 # The numbers
@@ -304,45 +297,6 @@ def test_the_backward_pass_is_never_autocast(kind, mode):
         jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
     assert SEEN
     assert not any(SEEN)
-
-
-NORMS = {name: MODELS[name] for name in MODELS if "norm" in name}
-
-
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_native_autocast_inside_the_losses_works_with_every_norm(name, dtype):
-    model = MODELS[name]()
-    params, inputs = _pytree.tree_map(torch.Tensor.float, (model.params, model.inputs))
-
-    model.module.float()
-
-    def half(params, x):
-        with torch.autocast("cpu", dtype):
-            return model.predict(params, x).float()
-
-    for kind, make in KINDS.items():
-        if kind == "by_example" and not model.single:
-            continue
-        case = make(Model(params, half, inputs))
-        case = case._replace(args=(inputs, case.args[1].float()))
-        case = case._replace(params=_pytree.tree_map(torch.Tensor.float, case.params))
-        exact = make(Model(params, model.predict, inputs)).losses
-        expected = jacobian_of(exact, case.params, *case.args)
-        for mode in MODES:
-            if possible(model, kind, mode):
-                try:
-                    jacobian, _ = jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
-                except RuntimeError as error:
-                    # torch's own: under vmap, it takes no norm whose input and weight have two dtypes.
-                    assert mode == "vmap" and "calar type" in str(error), mode  # noqa: PT017, PT018
-                    continue
-                found = leaves(jacobian)
-                error = sum(((x - y).double() ** 2).sum() for x, y in zip(found, expected, strict=True)).sqrt()
-                norm = sum((y.double() ** 2).sum() for y in expected).sqrt()
-                assert error <= 32 * torch.finfo(dtype).eps * norm
-                assert {x.dtype for x in found} == {torch.float32}
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of the process from Linux")
@@ -583,26 +537,6 @@ def test_mistakes_are_named_with_their_cure(mistake, scaled):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message), torch.autocast("cpu", torch.bfloat16, enabled=scaled):
         make()
-
-
-@pytest.mark.parametrize("f", [jacobian_fn, gramian_fn, weighted_fn, squared_norms_fn])
-def test_mistakes_name_the_function_that_was_called(f):
-    for params, losses, how, kind, message in (
-        (W, W, {}, TypeError, "losses must be a function, found Tensor"),
-        (
-            W,
-            lambda w: w,
-            {"scale": torch.ones(2)},
-            ValueError,
-            r"the scale must be of shape \[\] or \[3\].*found \[2\]",
-        ),
-        (W, lambda w: w[:0], {}, ValueError, "expected at least one objective"),
-        (W, lambda w: 2.0, {}, TypeError, "losses must be .* found float"),
-        (W, lambda w: w, {"has_aux": True}, TypeError, "with has_aux=True"),
-        ({"n": W.int()}, lambda w: w, {}, TypeError, ".*torch.int32 in 'n'"),
-    ):
-        with pytest.raises(kind, match=f"^{f.__name__}: {message}"):
-            f(losses, **how)(params)
 
 
 # How "auto" goes about it: the numbers are those of the loop, whichever way it takes

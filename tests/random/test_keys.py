@@ -187,25 +187,10 @@ def test_uniform_takes_every_representable_step_from_zero_to_below_one(dtype):
         assert stats.chisquare(counts.numpy()).pvalue > 1e-3
 
 
-@given(seeds, st.integers(0, 40), st.integers(0, 40), st.sampled_from(list(DTYPES)))
-def test_the_first_draws_do_not_depend_on_how_many_follow(seed, few, more, dtype):
-    key, n = random.key(seed), few + more
-    assert torch.equal(random.split(key, n)[:few], random.split(key, few))
-    for draw in (random.uniform, random.normal):
-        assert torch.equal(draw(key, (n,), dtype=dtype)[:few], draw(key, (few,), dtype=dtype))
-
-
 def test_a_recorded_graph_follows_the_key():
     draw = lambda key: random.normal(key, (3,))
     recorded = make_fx(draw)(random.key(0))
     assert same_bits(recorded(random.key(1)), draw(random.key(1)))
-
-
-def test_the_first_draws_do_not_depend_on_the_cache():
-    key, n = random.key(9), 300_000
-    for few in (65_535, 65_536, 65_537, 131_073):
-        assert torch.equal(random.uniform(key, (n,))[:few], random.uniform(key, (few,)))
-        assert torch.equal(random.normal(key, (n,))[:few], random.normal(key, (few,)))
 
 
 @every_draw

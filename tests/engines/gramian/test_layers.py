@@ -1,6 +1,5 @@
 """Layers that are recorded, and parameters whose rows come from autograd, against rows of plain autograd."""
 
-import math
 from functools import cache
 
 import pytest
@@ -79,13 +78,6 @@ def test_float32_is_right_to_rounding(name, kind, monkeypatch):
     for lean in (True, False):
         priced(monkeypatch, lean)
         agree(found(single(case)), expected, torch.float32, 240)
-
-
-@pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
-@pytest.mark.parametrize(("name", "kind"), pairs(*MORE))
-def test_layers_that_are_not_recorded_cost_no_second_evaluation(name, kind):
-    case = case_of(name, kind)
-    agree(found(case), expectation(case))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
@@ -221,25 +213,3 @@ def test_a_transposed_weight_is_recorded(transpose, kind, monkeypatch):
     case = KINDS[kind](model_of(predict, params))
     assert unrecorded(monkeypatch, case) == ([], 2)
     agree(found(case), expectation(case))
-
-
-# Transforms
-
-
-@pytest.mark.parametrize("name", ["attention", "group_norm_2d", "scaled"])
-def test_vmap_and_grad_go_through(name):
-    case = case_of(name, "by_example")
-    x = case.args[0]
-    weights = numbers(BATCH, seed=3)
-
-    def number(x):
-        gramian, _, pullback = gramian_fn(case.losses)(case.params, x, case.args[1])
-        return gramian.mean() + sum((leaf**2).sum() for leaf in leaves(pullback(weights)[0]))
-
-    assert x.is_floating_point()
-    together = torch.vmap(number)(torch.stack([x, x / 2]))
-    for value, alone in zip(together, (x, x / 2), strict=True):
-        torch.testing.assert_close(value, number(alone))
-    direction = numbers(*x.shape, seed=4)
-    slope = (number(x + 1e-6 * direction) - number(x - 1e-6 * direction)) / 2e-6
-    assert math.isclose((torch.func.grad(number)(x) * direction).sum().item(), slope.item(), rel_tol=1e-4)
