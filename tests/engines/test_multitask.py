@@ -1,9 +1,8 @@
-"""Heads of several tasks: their gradient and the trunk's rows by plain autograd, by every mode and scale; and which row
-is blamed for an overflow in a head.
-"""
+"""Heads of several tasks: their gradient under loss scales, and which row is blamed for an overflow."""
 
 import pytest
 import torch
+from bounds import check_within, eps
 
 import functional_jd as fj
 
@@ -202,3 +201,137 @@ def test_the_heads_of_a_second_pullback_are_as_if_it_were_the_first(first):
         return torch.autograd.grad(pullback(torch.ones(2))[0]["heads"]["a"].sum(), params["heads"]["a"])[0]
 
     assert torch.equal(slope([torch.ones(2)]), slope([]))
+
+
+TRUNK, ROWS = torch.tensor([[0.5, -1.0], [2.0, 0.25]]), torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
+# Heads of equal and of different sizes, and one without parameters of its own.
+SIZES = {"equal": (2, 2, 2), "different": (1, 3, 2), "one without": (2, 0, 3)}
+
+
+def problem(sizes):
+    heads = {f"h{i}": torch.full((2, n), 0.5 + i) for i, n in enumerate(sizes)}
+
+    def top(own, features, x):
+        return [(features @ own[f"h{i}"]).square().sum() + features.sum() * (i + 1) for i in range(len(sizes))]
+
+    return fj.multitask(lambda shared, x: x @ shared["w"], top), {"shared": {"w": TRUNK}, "heads": heads}
+
+
+def sum_by_hand(sizes):
+    """The sum of the losses, differentiated by torch in float64."""
+    losses, params = problem(sizes)
+    heads = {name: h.double().requires_grad_() for name, h in params["heads"].items()}
+    total = sum(losses.heads(heads, ROWS.double() @ TRUNK.double(), ROWS))
+    return dict(zip(heads, torch.autograd.grad(total, list(heads.values())), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_scales_leave_the_gradient_of_the_heads_as_it_is(sizes, shape):
+    losses, params = problem(sizes)
+    scale = fj.scale_state(shape=shape)
+    scale = scale._replace(scale=2.0 ** torch.tensor([3.0, 20.0, -5.0]) if shape else torch.tensor(2.0**9))
+    found, _, finite = fj.jacobian_fn(losses, scale=scale)(params, ROWS)
+    assert finite.all()
+    for name, expected in sum_by_hand(sizes).items():
+        assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(2.0**9)], ids=["none", "one"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_compiled_heads_have_the_same_gradient_and_each_loss_its_row(sizes, scale):
+    losses, params = problem(sizes)
+    torch.compiler.reset()
+    found = torch.compile(fj.jacobian_fn(losses, scale=scale), fullgraph=True, backend="aot_eager")(params, ROWS)
+    for name, expected in sum_by_hand(sizes).items():
+        assert torch.equal(found[0].heads[name].double(), expected)
+    for i in range(len(sizes)):
+        row = torch.func.grad(lambda w, i=i: losses({"shared": {"w": w}, "heads": params["heads"]}, ROWS)[i])(TRUNK)
+        assert torch.equal(found[0].shared["w"][i], row)
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap", "compiled"])
+@pytest.mark.parametrize("scale", [2.0**9, [2.0**3, 2.0**20]], ids=["one", "each"])
+def test_heads_may_have_no_parameters(mode, scale):
+    losses = fj.multitask(lambda shared, x: x @ shared, lambda _, z, x: [z.sum(), (z[0] * torch.arange(2)).sum()])
+    mode, compiled = ("auto", True) if mode == "compiled" else (mode, False)
+    torch.compiler.reset()
+    rows = fj.jacobian_fn(losses, scale=torch.tensor(scale), mode=mode)
+    if compiled:
+        rows = torch.compile(rows, fullgraph=True, backend="aot_eager")
+    found, _, finite = rows({"shared": TRUNK, "heads": {}}, ROWS)
+    assert finite.all()
+    assert found.heads == {}
+    # The columns of x summed; and the first example, in the second column alone.
+    assert found.shared.tolist() == [[[-2, -2], [2.5, 2.5]], [[0, 1], [0, 2]]]
+    direction, _ = fj.weighted_fn(losses)({"shared": TRUNK, "heads": {}}, ROWS)[1](torch.tensor([2.0, -1.0]))
+    assert direction["heads"] == {}
+    assert direction["shared"].tolist() == [[-4, -5], [5, 3]]
+
+
+@pytest.mark.parametrize("overflows", [0, 2])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_an_overflow_in_one_head_leaves_the_others_as_they_are(sizes, overflows):
+    losses, params = problem(sizes)
+    scale = torch.full((3,), 2.0**10)
+    scale[overflows] = 2.0**127
+    found, _, finite = fj.jacobian_fn(losses, scale=scale)(params, ROWS)
+    assert finite.tolist() == [i != overflows for i in range(3)]
+    for i, (name, expected) in enumerate(sum_by_hand(sizes).items()):
+        assert torch.equal(found.heads[name].double(), expected if i != overflows else torch.zeros_like(expected))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_derivatives_go_through_what_was_unscaled(sizes):
+    losses, params = problem(sizes)
+    scale = 2.0 ** torch.tensor([3.0, 20.0, -5.0])
+
+    def length(w, heads):
+        jacobian, _, _ = fj.jacobian_fn(losses, scale=scale)({"shared": {"w": w}, "heads": heads}, ROWS)
+        return sum(h.square().sum() for h in jacobian.heads.values())
+
+    def length_by_hand(w, heads):
+        total = lambda heads: sum(losses.heads(heads, ROWS.to(w.dtype) @ w, ROWS))
+        return sum(h.square().sum() for h in torch.func.grad(total)(heads).values())
+
+    w = TRUNK.clone().requires_grad_()
+    (found,) = torch.autograd.grad(length(w, params["heads"]), w)
+    double = {name: h.double() for name, h in params["heads"].items()}
+    expected = torch.func.grad(length_by_hand)(TRUNK.double(), double)
+    bound = 8 * eps(torch.float32) * expected.abs()
+    check_within(found, expected, bound)
+    check_within(torch.func.grad(length)(TRUNK, params["heads"]), expected, bound)
+
+
+SGD = fj.sgd(1.0)
+
+
+def step_of(sizes, scale, view):
+    """A step along rows of one entry each, of these sizes in float64, by weights that are known."""
+    weights = torch.ones(len(sizes), dtype=torch.float64)
+    rule = fj.stateless(view, lambda _: weights)
+    params = torch.zeros(len(sizes), dtype=torch.float64)
+    state = fj.TrainState(params, (), SGD.init(params), (), scale)
+    losses = lambda params: params * torch.tensor(sizes, dtype=torch.float64)
+    return fj.step(state, losses=losses, aggregator=rule, optimizer=SGD, engine="jacobian")
+
+
+@pytest.mark.parametrize("view", [fj.views.gramian, fj.views.norms])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_squares_of_scaled_rows_in_float64_overflow_and_say_nothing_of_the_rows(view, shape):
+    scale = fj.scale_state(2.0**16, shape=shape)
+    after, info = step_of([1e150, 3.0], scale, view)  # the square of the first is 1e300, and scaled above 1.8e308
+    assert info.finite.all()
+    assert info.moved
+    assert torch.equal(after.params, -torch.tensor([1e150, 3.0], dtype=torch.float64))
+    assert torch.equal(after.scale.scale, scale.scale)
+
+
+@pytest.mark.parametrize("view", [fj.views.gramian, fj.views.norms])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_scaled_rows_in_float64_that_overflow_skip_the_step(view, shape):
+    after, info = step_of([1e305, 3.0], fj.scale_state(2.0**16, shape=shape), view)
+    assert torch.equal(info.finite, torch.tensor([False, True] if shape else False))
+    assert not info.moved
+    assert not after.params.any()
+    assert torch.equal(after.scale.scale, torch.where(info.finite, 2.0**16, 2.0**15))

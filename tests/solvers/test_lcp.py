@@ -1,15 +1,19 @@
-"""Linear complementarity: brute force, non-negative least squares, and the conditions themselves."""
+"""Linear complementarity, by the search, by numbers and by products: brute force, least squares, and the conditions."""
 
 import numpy as np
 import pytest
 import torch
 from bounds import check_within, eps, least_singular_value, projection_bound
+from gramian_by_hand import Largest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
+from functional_jd.solvers import by_products as products
 from functional_jd.solvers import lcp
+from functional_jd.solvers.by_numbers import solve_by_numbers
+from functional_jd.solvers.by_products import solve_by_products
 from functional_jd.solvers.lcp import linear_complementarity, row_multipliers
 from functional_jd.torch_compat.callers import SlowPathWarning
 
@@ -172,3 +176,101 @@ def test_the_search_is_a_sound_operator():
     torch.library.opcheck(lcp._opaque_solution.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
+
+
+def turned_from_the_mean(m):
+    A = torch.randn(m, m + 3, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    A = torch.nn.functional.normalize(A - 1.2 * A.mean(0))
+    return A @ A.T, ~torch.eye(m, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("m", [1, 3, 5, 8])
+def test_numbers_find_what_tensors_find(m, monkeypatch):
+    M, allowed = turned_from_the_mean(m)
+    found = solve_by_numbers(M[None], M[None], allowed[None])
+    assert found is not None
+    monkeypatch.setattr(lcp, "_TENSORS_FROM", 0)
+    wanted = lcp.solution(M, M, allowed, fixed=False)
+    condition = float(torch.linalg.cond(M))
+    check_within(found[0], wanted, 64 * m**2 * eps() * condition * wanted.abs().max())
+
+
+def test_numbers_leave_to_the_search_what_is_ill_conditioned():
+    N = torch.nn.functional.normalize(torch.tensor([[1, 1e-3, 0], [-1, 1e-3, 0], [0, -1, 0.5]], dtype=torch.float64))
+    assert solve_by_numbers((N @ N.T)[None], (N[2] @ N.T)[None, None], torch.ones(1, 1, 3, dtype=torch.bool)) is None
+
+
+def test_nothing_is_read_where_something_may_record_what_is_computed():
+    M, allowed = turned_from_the_mean(3)
+    inputs = M[None], M[None], allowed[None]
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert solve_by_numbers(*inputs) is None
+
+
+TOLERANCE = 1e-13
+
+
+def unit_rows(m, n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(torch.randn(m, n, generator=generator, dtype=torch.float64), dim=1)
+
+
+def found_for(A, x, allowed=None):
+    """The rows and vectors as one batch of one matrix."""
+    q = (x @ A.mT).unsqueeze(0)
+    free = torch.ones_like(q, dtype=torch.bool) if allowed is None else allowed.unsqueeze(0)
+    found = solve_by_products((A @ A.mT).unsqueeze(0), q, free, TOLERANCE)
+    return products.Found(*(field[0] for field in found))
+
+
+@given(
+    hnp.arrays(
+        np.float64,
+        st.tuples(st.integers(1, 8), st.integers(1, 8)),
+        elements=st.integers(-3, 3).map(float),
+    ).map(torch.from_numpy)
+)
+def test_what_counts_as_solved_meets_the_conditions(J):
+    A = torch.nn.functional.normalize(J, dim=1)
+    found = found_for(A, A)
+    size = 1 + torch.linalg.vector_norm(found.s, dim=-1, keepdim=True)
+    w = found.s @ (A @ A.mT) + A @ A.mT
+    slack = torch.where(found.solved, TOLERANCE * size, torch.inf)
+    assert (found.s >= -slack).all()
+    assert (w >= -slack).all()
+    assert (torch.where(found.active, w, found.s).abs() <= slack).all()
+
+
+def test_dependent_rows_that_agree_are_solved_too():
+    A, x = unit_rows(6, 20), unit_rows(5, 20, seed=1)
+    twice = torch.cat([A, A, -A[:2]])
+    found = found_for(twice, x)
+    assert found.solved.all()
+    for s, vector in zip(found.s, x, strict=True):
+        expected = torch.from_numpy(nnls(twice.mT.numpy(), -vector.numpy())[0])
+        check_within(s @ twice, expected @ twice, projection_bound(twice, expected))
+
+
+def test_what_is_not_allowed_stays_zero():
+    A = unit_rows(12, 20)
+    allowed = ~torch.eye(12, dtype=torch.bool)
+    found = found_for(A, A, allowed)
+    assert found.solved.all()
+    assert (found.s[~allowed] == 0).all()
+    assert found.s.count_nonzero() > 0
+
+
+def test_what_is_not_finite_changes_no_other_problem_by_products():
+    A, x = unit_rows(10, 16), unit_rows(4, 16, seed=1)
+    expected, x[1, 3] = found_for(A, x), torch.nan
+    found = found_for(A, x)
+    assert found.solved.all()
+    kept = [0, 2, 3]
+    torch.testing.assert_close(found.s[kept], expected.s[kept], rtol=0, atol=projection_bound(A, expected.s[0]))
+
+
+def test_no_problem_has_a_matrix_of_its_own():
+    A = unit_rows(40, 80)
+    with Largest() as made:
+        assert found_for(A, A).solved.all()
+    assert made.numel <= 40 * 80
