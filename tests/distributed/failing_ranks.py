@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from forks import started
+from ranks import started
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -39,10 +39,7 @@ def prepared(kind, group):
     how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
     if kind == "shards":
         mesh = DeviceMesh.from_group(group, "cpu")
-        params, how["losses"] = (
-            {"w": distribute_tensor(params["w"], mesh, [Shard(0)])},
-            distributed.sharded(losses, mesh),
-        )
+        params["w"], how["losses"] = distribute_tensor(params["w"], mesh, [Shard(0)]), distributed.sharded(losses, mesh)
     else:
         how["engine"] = distributed.replicated(group=group)
     state = fj.train_state(params, x, **how)
@@ -81,7 +78,6 @@ def main(me, store, told_to_die):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     told_to_die = multiprocessing.get_context("fork").Event()
     all_of_them = started(main, [(me, sys.argv[1], told_to_die) for me in range(3)])
     for process in all_of_them:

@@ -1,20 +1,23 @@
-"""Replicas: several processes on loopback do what one would do; and one that dies is heard of."""
+"""Replicas and shards: several processes on loopback do what one would do; and one that dies is heard of."""
 
-import subprocess
-import sys
+import json
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from launches import assert_passed, checks_in, reports_of
+from ranks import THOROUGH, checks_in, python, reports_of
 
 import functional_jd as fj
 from functional_jd import distributed
 
 HERE = Path(__file__).parent
-WORKER = HERE / "worker.py"
-CHECKS = checks_in(WORKER, HERE / "replica_drift.py", HERE / "replica_weights.py")
+SHARDS = ("dtypes", "steps", "functions", "trainers", "disagreements", "layers", "checkpoints")
+CHECKS = {
+    "replicas": checks_in("replica_steps", "replica_drift", "replica_weights"),
+    "shards": checks_in(*(f"shard_{name}" for name in SHARDS)),
+}
 SLOW = {
     "the_step_compiles_in_a_full_graph",
     "the_digest_of_names_leaves_no_trace_in_a_graph",
@@ -24,41 +27,132 @@ SLOW = {
     "weights_of_batches_compose_with_transforms",
 }
 """On 2 replicas only: with 4 they would show nothing new."""
-
-
-def run(*command):
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=HERE.parents[1])
+ONLY_ON_FOUR = [
+    "a_mesh_of_two_dimensions",
+    "shards_in_other_places_are_refused_and_gathered",
+    "checkpoints_of_another_number_of_ranks_go_on_with_the_same_losses",
+]
+"""What needs a second dimension of the mesh, or what two ranks wrote."""
+ON_FOUR = [
+    "float32_steps_of_sgd_equal_those_of_whole_parameters",
+    "the_functions_of_a_step_by_hand",
+    "gathering_composes_with_transforms",
+    "multitask_losses_are_gathered_part_by_part",
+    *ONLY_ON_FOUR,
+]
+"""Four ranks show empty shards, too."""
+ONLY_ON_TWO = "checkpoints_are_saved_and_loaded_by_torch"
+ON = {
+    ("replicas", 2): CHECKS["replicas"],
+    ("replicas", 4): [check for check in CHECKS["replicas"] if check not in SLOW],
+    ("shards", 2): [check for check in CHECKS["shards"] if check not in ONLY_ON_FOUR],
+    ("shards", 4): [check for check in CHECKS["shards"] if check != ONLY_ON_TWO] if THOROUGH else ON_FOUR,
+}
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What each replica says of each check, by number of replicas: one launch for all, unless one fails."""
-    seen = {}
+    """What each rank says of each check: one launch for all checks, unless one fails."""
 
-    def of(replicas):
-        if replicas not in seen:
-            folder = tmp_path_factory.mktemp(f"replicas{replicas}")
-            checks = [check for check in CHECKS if replicas == 2 or check not in SLOW]
-            seen[replicas] = reports_of(WORKER, replicas, folder, checks)
-        return seen[replicas]
+    @cache
+    def of(kind, count):
+        if (kind, count) == ("shards", 4):
+            of("shards", 2)  # its checkpoint is what the others load
+        folder = tmp_path_factory.mktemp(f"{kind}{count}")
+        worker, patience = (HERE / "worker.py", kind), 3000 if THOROUGH else 900
+        return reports_of(count, folder, ON[kind, count], *worker, patience=patience)
 
     return of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "check"), [(n, c) for n in (2, 4) for c in CHECKS if n == 2 or c not in SLOW])
-def test_on_replicas(reports, replicas, check):
-    assert_passed(reports(replicas), check)
+@pytest.mark.parametrize(("kind", "count", "check"), [(*on, check) for on, checks in ON.items() for check in checks])
+def test_on_ranks(reports, kind, count, check):
+    for number, report in enumerate(reports(kind, count)):
+        assert report.get(check, "not reached").startswith("passed"), f"rank {number}: {report.get(check)}"
+
+
+WORKER = """
+import json, sys
+from pathlib import Path
+
+count, folder, *checks = sys.argv[1:]
+for number in range(int(count)):
+    done = {}
+    for check in checks:
+        bad = check == "bad" and number == 1
+        done[check] = "Traceback" if bad else "passed"
+        if bad:
+            break
+    Path(folder, f"{number}.json").write_text(json.dumps(done))
+"""
+
+
+@pytest.mark.parametrize("after", [["after", "last"], []], ids=["first", "last"])
+def test_checks_after_a_failure_run_in_new_processes(tmp_path, after):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    found = reports_of(2, tmp_path, ["first", "bad", *after], worker)
+    good = dict.fromkeys(["first", "bad", *after], "passed")
+    assert found == [good, good | {"bad": "Traceback"}]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the first rank saw, by the others' kind and by what they did."""
+    done = python(HERE / "failing_ranks.py", (tmp_path_factory.mktemp("failures") / "store").as_uri())
+    lines = map(json.loads, done.stdout.splitlines())
+    return {(kind, way): (message, waited) for kind, way, message, waited in lines}
+
+
+@pytest.mark.parametrize("way", ["hangs", "raises", "dies"])
+@pytest.mark.parametrize("kind", ["replicas", "shards"])
+def test_a_rank_that_fails_gives_the_others_an_error_in_time(told, kind, way):
+    message, waited = told[kind, way]
+    assert message.startswith("distributed: expected an answer of all 2 replicas, found ")
+    assert "A replica stopped, fell out of step or hangs" in message
+    if way == "hangs":
+        assert waited > 0.5, "the group's time-out is 1 s"
+    assert waited < 200, "the time-out of the others is 10 min: an end is heard of at once"
+
+
+LEAVING = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import functional_jd as fj
+from functional_jd import distributed
+
+def threads():
+    names = (open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task"))
+    return sorted(name for name in names if "gloo" in name)
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+params, x = {"w": distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)])}, torch.ones(2, 2)
+losses = distributed.sharded(lambda p, x: (x @ p["w"]).square().mean(0), mesh)
+how = dict(losses=losses, aggregator=fj.upgrad(), optimizer=fj.adamw(0.1))
+state = fj.step(fj.train_state(params, x, **how), x, **how)[0]
+assert threads(), "the threads are called otherwise now"
+distributed.leave()
+assert not threads(), threads()
+assert not dist.is_initialized()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux lists them")
+def test_no_thread_stays_where_meshes_were_used(tmp_path):
+    """Which would race with the end of Python."""
+    python("-c", LEAVING, (tmp_path / "store").as_uri())
 
 
 def test_the_example_prints_what_it_says():
-    source = (HERE / "two_replicas.py").read_text()
+    example = HERE / "two_replicas.py"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", 2)
-    done = run(*torchrun, HERE / "two_replicas.py")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.strip()
-    assert done.stdout.strip() in source
+    printed = python(*torchrun, example).stdout.strip()
+    assert printed
+    assert printed in example.read_text()
 
 
 def line(p, x):
@@ -71,6 +165,7 @@ def line(p, x):
         lambda: distributed.mean_jacobian({"w": torch.ones(2, 3)}),
         lambda: distributed.agree(torch.tensor(True)),
         lambda: distributed.replicate({"w": torch.ones(2, 3)}),
+        distributed.leave,
     ],
 )
 def test_without_a_process_group_the_error_says_how_to_make_one(call):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from distributed.ranks import meet, on_ranks
 from inputs import library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
-from two_ranks import RANKS, meet, run
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -38,11 +38,11 @@ def trained(params, x, losses, steps):
 
 def main(rank, folder):
     files = library("safetensors.torch")
-    meet(rank, folder)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    meet(rank, 2, folder)
+    mesh = init_device_mesh("cpu", (2,))
     params, losses, x = problem()
     own = {name: distribute_tensor(p, mesh, [Shard(0) if p.ndim else Replicate()]) for name, p in params.items()}
-    sharded, part = distributed.sharded(losses, mesh), x.chunk(RANKS)[rank]
+    sharded, part = distributed.sharded(losses, mesh), x.chunk(2)[rank]
     state = trained(own, part, sharded, STEPS)
     whole = fj.to_checkpoint(state, whole=True, **METHOD)
     if rank == 0:
@@ -58,4 +58,4 @@ def main(rank, folder):
 
 
 if __name__ == "__main__":
-    run(main, *sys.argv[1:])
+    on_ranks(main, *sys.argv[1:])

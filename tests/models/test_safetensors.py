@@ -1,19 +1,16 @@
 """Files of safetensors: from shards and back, and damaged ones."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bounds import check_same
+from distributed.ranks import python
 from inputs import library
 from shard_files import METHOD, STEPS, problem, trained
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as fj
-
-HERE = Path(__file__).parent
 
 
 def same(a, b):
@@ -22,14 +19,7 @@ def same(a, b):
 
 def test_shards_of_two_ranks_go_on_as_whole_tensors_of_one_process(tmp_path):
     files = library("safetensors.torch")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "shard_files.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=HERE.parents[1],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(Path(__file__).with_name("shard_files.py"), tmp_path)
     params, losses, x = problem()
     like = trained(params, x, losses, 0)
     state = fj.from_checkpoint(files.load_file(tmp_path / "shards.safetensors"), like=like, **METHOD)

@@ -1,20 +1,17 @@
 """The guide to trainers: each of its loops on one rank and on two, beside our steps with the whole batch."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bounds import check_same
+from distributed.ranks import python
 from inputs import library
 from torch import nn
 from trainers import BLOCKS, LIBRARIES, PAGE, START, play, trained_in
 
 import functional_jd as jd
-
-HERE = Path(__file__).parent
 
 
 def run(heading, ranks, folder):
@@ -22,9 +19,7 @@ def run(heading, ranks, folder):
     for name in LIBRARIES[heading]:
         library(name)
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(HERE / "trainers.py"), heading, str(ranks), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=HERE.parents[1])
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(Path(__file__).with_name("trainers.py"), heading, ranks, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 

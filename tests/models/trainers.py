@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from distributed.ranks import meet, on_ranks
 from inputs import library
-from two_ranks import meet, run
 
 import functional_jd as jd
 
@@ -119,7 +119,7 @@ def main(rank, heading, ranks, folder):
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 1}
     if int(ranks) > 1:
         os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}  # as torchrun
-        meet(rank, folder)
+        meet(rank, int(ranks), folder)
     torch.set_default_dtype(torch.float64)
     settle(int(ranks))
     os.chdir(folder)
@@ -138,4 +138,4 @@ def main(rank, heading, ranks, folder):
 if __name__ == "__main__":
     for name in LIBRARIES[sys.argv[1]]:
         getattr(library(name), "Trainer", None)  # imported once, for both forks
-    run(main, *sys.argv[1:], ranks=int(sys.argv[2]))
+    on_ranks(main, *sys.argv[1:], count=int(sys.argv[2]))
