@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import described, here
 from functional_jd.core.float64 import on_wide_device
 from functional_jd.core.tree import check_layouts, tree_leaves, tree_names
 from functional_jd.core.types import Tree
-from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
@@ -32,18 +32,12 @@ def row_count(jacobian: Tree, leaves: list[Tensor] | None = None) -> int:
     uneven = False  # not from a set or dict of sizes: torch.compile would compile anew for each
     leaves = tree_leaves(jacobian) if leaves is None else leaves
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
+        dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided
+        if not (dense and leaf.is_floating_point() and leaf.ndim):
             raise TypeError(
-                f"{here()}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
-                f"{tree_names(jacobian)[index]!r}. Register the container with "
-                "torch.export.register_dataclass, or pass its tensors."
-            )
-        if not leaf.is_floating_point() or leaf.ndim == 0 or leaf.layout != torch.strided:
-            kind = "" if leaf.layout == torch.strided else f" ({leaf.layout})"
-            raise TypeError(
-                f"{here()}: every leaf must be a dense floating-point tensor of rows [m, *p], found {leaf.dtype}{kind} "
-                f"of shape {list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
-                "Stack one gradient per objective along the first dimension."
+                f"{here()}: every leaf must be a dense floating-point tensor of rows [m, *p], found {described(leaf)} "
+                f"in {tree_names(jacobian)[index]!r}. Stack one gradient per objective along the first dimension, and "
+                "register other containers with torch.export.register_dataclass."
             )
         rows.append(leaf.shape[0])
         uneven = uneven or leaf.shape[0] != rows[0]

@@ -6,7 +6,7 @@ Dict keys are sorted, so two dicts with the same keys have the same structure, w
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -227,10 +227,10 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
     leaves, structure = tree_flatten(params)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
-            found = dtype_or_type(leaf)
             raise TypeError(
-                f"{here()}{part}: all leaves must be floating-point tensors, found {found} in "
-                f"{tree_names(params)[index]!r}. {_cure(params, leaf)}"
+                f"{here()}{part}: all leaves must be floating-point tensors, found {dtype_or_type(leaf)} in "
+                f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex parameters as "
+                "torch.view_as_real(p). Pass buffers and settings as further arguments of the losses."
             )
     check_layouts(leaves, params)
     if some and not leaves:
@@ -239,17 +239,6 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
             "dict(module.named_parameters())."
         )
     return leaves, structure
-
-
-def _cure(params: Tree, leaf: Any) -> str:
-    """How a leaf becomes a parameter."""
-    if isinstance(leaf, torch.nn.Module | Iterator) or (isinstance(leaf, str) and isinstance(params, list)):
-        return "Pass parameters by name: dict(module.named_parameters())."
-    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-        return "Pass leaf.to_dense()."
-    if isinstance(leaf, Tensor) and leaf.is_complex():
-        return "Pass torch.view_as_real(parameter), and take torch.view_as_complex of it in the losses."
-    return "Pass buffers and settings as further arguments of the losses."
 
 
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:

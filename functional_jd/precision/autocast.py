@@ -119,12 +119,9 @@ def _is_native(given: Any) -> bool:
 
 def autocast_disabled() -> AbstractContextManager[Any]:
     """A context in which native autocast is off, for the CPU and the accelerator, to be entered at once and once."""
-    compiling = torch.compiler.is_compiling()
-    devices = _devices() if compiling else _found_devices()
-    if not compiling and not any(map(torch.is_autocast_enabled, devices)):  # nearly always
-        return _NOTHING
-    on: list[_Setting] = [(device, False, None) for device in devices if torch.is_autocast_enabled(device)]
-    return _regions(on) if on else _NOTHING
+    devices = _devices() if torch.compiler.is_compiling() else _found_devices()
+    on = [*filter(torch.is_autocast_enabled, devices)]
+    return _regions([(device, False, None) for device in on]) if on else _NOTHING
 
 
 def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:

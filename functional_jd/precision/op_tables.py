@@ -38,15 +38,14 @@ FLOAT32 = op_names("""
     upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     quantile nanquantile stft istft polar complex view_as_complex
-    fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2
-    fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn
     cholesky cholesky_inverse cholesky_solve det inverse logdet slogdet lu_solve pinverse qr svd triangular_solve
     linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
     linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_solve
     linalg_matrix_exp matrix_exp linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_polar linalg_qr
     linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
     linalg_tensorsolve linalg_householder_product
-""") | op_names("rms_norm" if torch.__version__ >= "2.12" else "")
+""") | {f"fft_{name}" for name in vars(torch.fft) if name.endswith(("fft", "fft2", "fftn"))}
+FLOAT32 |= op_names("rms_norm" if torch.__version__ >= "2.12" else "")
 """Ops computed in float32: they overflow or cancel in half precision, or (the last lines) have no half kernels."""
 
 PROMOTE = op_names("""

@@ -6,7 +6,6 @@ SplitMix64 seeded with the first word, xor-ed with the second word, and mixed on
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -203,18 +202,11 @@ def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
 
 def draw_normals(keys: Tensor, counts: list[int], dtype: torch.dtype) -> Iterator[Tensor]:
     """Normal numbers, so many for each key `[k, 2]`; off the CPU, the short draws in the launches of one."""
+    short = [i for i, n in enumerate(counts) if n <= _CPU_CHUNK and not keys.is_cpu]
     together: dict[int, Tensor] = {}
-    if not (keys.is_cpu or _is_written_down(keys)) and has_float64(keys.device):
-        even = [n + n % 2 for n in counts]  # as they are made in pairs
-        room = accumulate(n if n <= _CPU_CHUNK else 0 for n in even)
-        some = [i for i, held in enumerate(room) if 0 < even[i] <= _CPU_CHUNK and held <= _CHUNK]
-        if len(some) > 1:
-            longest = max(even[i] for i in some)
-            counters = torch.arange(_first("normal"), _first("normal") + longest, device=keys.device)
-            whole = torch.cat([keys[i].expand(even[i], 2) for i in some])
-            words = _words(whole, torch.cat([counters[: even[i]] for i in some])[:, None])
-            numbers = _numbers(words.mT, "normal", dtype)[0].to(dtype)
-            together = dict(zip(some, numbers.split([even[i] for i in some]), strict=True))
+    if len(short) > 1:
+        some = torch.stack([keys[i] for i in short])
+        together = dict(zip(short, draw(some, max(counts[i] for i in short), "normal", dtype), strict=True))
     for i, n in enumerate(counts):
         yield together[i][:n] if i in together else draw(keys[i], n, "normal", dtype)
 
@@ -291,24 +283,19 @@ def _(_info: Any, in_dims: tuple[int, ...], keys: Tensor, n: int, what: str, dty
 
 def _words(keys: Tensor, counters: Tensor) -> Tensor:
     words = torch.add(keys[:, :1], counters, alpha=_STRIDE)
-    scratch = torch.empty_like(words)
-    _mix(words, scratch, *_SPLITMIX64)
-    words.bitwise_xor_(keys[:, 1:])
-    _mix(words, scratch, *_FMIX64)
-    return words
+    return _mixed(_mixed(words, *_SPLITMIX64).bitwise_xor_(keys[:, 1:]), *_FMIX64)
 
 
-def _mix(words: Tensor, scratch: Tensor, first: int, left: int, second: int, right: int, third: int) -> None:
+def _mixed(words: Tensor, first: int, left: int, second: int, right: int, third: int) -> Tensor:
     """Mix the words in place; a bijection of 64-bit words."""
-    _xor_shifted(words, scratch, first).mul_(left)
-    _xor_shifted(words, scratch, second).mul_(right)
-    _xor_shifted(words, scratch, third)
+    _xor_shifted(words, first).mul_(left)
+    _xor_shifted(words, second).mul_(right)
+    return _xor_shifted(words, third)
 
 
-def _xor_shifted(words: Tensor, scratch: Tensor, shift: int) -> Tensor:
-    torch.bitwise_right_shift(words, shift, out=scratch)
-    scratch.bitwise_and_((1 << (64 - shift)) - 1)  # torch shifts in copies of the sign bit; the mixers need zeros
-    return words.bitwise_xor_(scratch)
+def _xor_shifted(words: Tensor, shift: int) -> Tensor:
+    # torch shifts in copies of the sign bit; the mixers need zeros
+    return words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1))
 
 
 def _numbers(words: Tensor, what: str, dtype: torch.dtype) -> Tensor:
