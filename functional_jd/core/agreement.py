@@ -26,7 +26,8 @@ def check_alike(parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], dev
     `parts` are named by the thing that must be alike, their number is the same on all ranks; `least` finds the smallest
     values over the ranks; `device` is where their collectives take tensors.
     """
-    digests = [_digest(repr(part)) for part in parts.values()]
+    hashes = [hashlib.blake2b(repr(part).encode(), digest_size=7) for part in parts.values()]
+    digests = [int.from_bytes(each.digest(), "big") for each in hashes]
     found = least(torch.tensor([[digest, -digest] for digest in digests], device=device)).tolist()
     _refuse({name: _shown(part) for name, part in parts.items()}, [x == -y for x, y in found], cure)
 
@@ -39,10 +40,6 @@ def _refuse(shown: Mapping[str, str], alike: list[bool], cure: str) -> None:
             f"{here()}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
             f"{'; '.join(other.values())}. {cure}"
         )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _shown(part: Any) -> str:
@@ -139,19 +136,12 @@ def _parts(value: Any) -> list[Any]:
         bound: Any = value
         return [bound.func, *bound.args, *bound.keywords.values()]
     if isinstance(value, FunctionType) and _is_own(value):
-        return [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [cell.cell_contents for cell in value.__closure__ or ()]
     return []
 
 
 def _is_own(function: FunctionType) -> bool:
     return (function.__module__ or "").startswith("functional_jd.")  # none, if exec made it
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 _CHUNK = 1 << 16

@@ -229,7 +229,7 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             raise TypeError(
                 f"{here()}{part}: all leaves must be floating-point tensors, found {dtype_or_type(leaf)} in "
-                f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex parameters as "
+                f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex ones as "
                 "torch.view_as_real(p). Pass buffers and settings as further arguments of the losses."
             )
     check_layouts(leaves, params)

@@ -181,12 +181,11 @@ def scale_state_from_dict(
             "disabled GradScaler has none: take no_scale()."
         )
     lengths = {len(entry) for entry in entries.values() if isinstance(entry, list)}
-    if len(lengths) > 1 or 0 in lengths:
-        raise ValueError(f"{here()}: every list must have m numbers, one per objective, found {dict(entries)}. {cure}")
     sizes = _sizes(shape) or tuple(lengths)
-    if lengths and sizes != tuple(lengths):
+    if 0 in lengths or lengths - set(sizes[:1]):
         raise ValueError(
-            f"{here()}: shape must be that of the lists in entries, {lengths}, found {sizes}. Leave it out."
+            f"{here()}: shape must be that of the lists, and every list must have m numbers, found {sizes} and "
+            f"{dict(entries)}. {cure}"
         )
     tensors: dict[str, Tensor] = {}
     for key, dtype in _ENTRIES.items():
