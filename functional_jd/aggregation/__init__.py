@@ -11,7 +11,7 @@ from functional_jd.aggregation.held import held
 from functional_jd.aggregation.hyper_parameters import FINITE, PREFERENCES, Numbers, per_objective, preferences
 from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
 from functional_jd.aggregation.lifts import learned_with, scalarized, scalarized_with, stateless
-from functional_jd.aggregation.regularized import of_some
+from functional_jd.aggregation.regularized import of_reached, of_some
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, cross_gramian, equal_weights, full_jacobian, gramian
 from functional_jd.aggregation.views import gramian_and_losses, jacobian_and_losses, jacobian_entries, loss_count

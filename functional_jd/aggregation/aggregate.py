@@ -134,6 +134,11 @@ def aggregate(
         return Aggregation(direction, weights, state)
 
 
+def no_memory(_: Any) -> Tree:
+    """The initial state of a rule without memory."""
+    return ()
+
+
 def check_rule(aggregator: Any) -> None:
     """Raise TypeError unless `aggregator` is an `Aggregator`, which an uncalled builder is not."""
     if not isinstance(aggregator, Aggregator):

@@ -24,7 +24,7 @@ from functional_jd.core.rows import (
 )
 from functional_jd.core.safe import cosines
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import leaves_like, tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import dispatch_modes
@@ -172,13 +172,8 @@ def _combined(jacobian: Tree, weights: Weights, dtype: torch.dtype) -> Tree:
             weights = weights.to(leaves[0].device, dtype)  # once, and not for every leaf
         sums = [sharded_as(weighted_sum(shard_of(leaf), weights, dtype), leaf, -1) for leaf in leaves]
         return tree_unflatten(structure, sums)
-    weights = weights_by_leaf(weights, jacobian)
-    if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
-        for leaf, own in zip(leaves, leaves_like(structure, weights), strict=True):
-            _check_shape(leaf, own, m)
-    else:
-        _check_entrywise(weights, jacobian, m)
-    return tree_map(_entrywise, jacobian, weights)
+    by_leaf = _checked(weights_by_leaf(weights, jacobian), jacobian, leaves, m)
+    return tree_unflatten(structure, [_entrywise(leaf, own) for leaf, own in zip(leaves, by_leaf, strict=True)])
 
 
 def weights_by_leaf(weights: Weights, rows: Tree) -> Weights:
@@ -198,35 +193,36 @@ def _entrywise(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
     return sharded_as(_entrywise_sum(shard_of(leaf), shard_of(weights)), leaf, -1)
 
 
-def _check_entrywise(weights: Weights, jacobian: Tree, m: int) -> None:
-    """Refuse weights by leaf, of which one has none, or some of another shape."""
-    by_leaf: list[Any] = []
-    if isinstance(weights, Tensor | AffineWeights) == isinstance(jacobian, Tensor):
-        with suppress(ValueError):
-            by_leaf = leaves_like(tree_flatten(jacobian)[1], weights)
-    if not by_leaf or not all(isinstance(x, Tensor | AffineWeights) for x in by_leaf):
+def _checked(weights: Weights, jacobian: Tree, leaves: list[Tensor], m: int) -> list[Tensor | AffineWeights]:
+    """Weights by leaf. Raise for a leaf without, and for those that are neither one per row nor broadcast to it."""
+    found: list[Any] = []
+    with suppress(ValueError):
+        found = leaves_like(tree_flatten(jacobian)[1], weights)
+    if not found or not all(isinstance(x, Tensor | AffineWeights) for x in found):
         raise ValueError(
             f"{here()}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
             f"Jacobian, found {described(weights)}. Check what the rule returns."
         )
-    for name, leaf, own in zip(tree_names(jacobian), tree_leaves(jacobian), by_leaf, strict=True):
-        _check_shape(leaf, own, m, f" of leaf {name!r}" if name else "")
+    for index, (leaf, own) in enumerate(zip(leaves, found, strict=True)):
+        shape, given = list(leaf.shape), own.weights if isinstance(own, AffineWeights) else own
+        sizes = zip(given.shape, shape, strict=False)
+        if given.shape != (m,) and (given.ndim != len(shape) or any(size not in (1, full) for size, full in sizes)):
+            raise ValueError(
+                f"{here()}: expected weights{_of_leaf(jacobian, index)} of shape [{m}], one per row, or that broadcast "
+                f"to {shape} with as many dimensions, found {list(given.shape)}. A rule returns weights, and no "
+                "direction."
+            )
+        if isinstance(own, AffineWeights) and list(own.rest.shape) != shape[1:]:
+            raise ValueError(
+                f"{here()}: expected the rest{_of_leaf(jacobian, index)} of shape {shape[1:]}, that of the direction, "
+                f"found {list(own.rest.shape)}. It is added to the weighted sum of the rows."
+            )
+    return found
 
 
-def _check_shape(leaf: Tensor, own: Tensor | AffineWeights, m: int, of_leaf: str = "") -> None:
-    """Refuse weights of a leaf that are neither one for each row nor broadcast to it with all its dimensions."""
-    shape, given = list(leaf.shape), own.weights if isinstance(own, AffineWeights) else own
-    sizes = zip(given.shape, shape, strict=False)
-    if given.shape != (m,) and (given.ndim != len(shape) or any(size not in (1, full) for size, full in sizes)):
-        raise ValueError(
-            f"{here()}: expected weights{of_leaf} of shape [{m}], one per row, or that broadcast to {shape} with as "
-            f"many dimensions, found {list(given.shape)}. A rule returns weights, and no direction."
-        )
-    if isinstance(own, AffineWeights) and list(own.rest.shape) != shape[1:]:
-        raise ValueError(
-            f"{here()}: expected the rest{of_leaf} of shape {shape[1:]}, that of the direction, found "
-            f"{list(own.rest.shape)}. It is added to the weighted sum of the rows."
-        )
+def _of_leaf(jacobian: Tree, index: int) -> str:
+    name = tree_names(jacobian)[index]
+    return f" of leaf {name!r}" if name else ""
 
 
 def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
@@ -256,22 +252,16 @@ def zero_rows(jacobian: Jacobian) -> Tree:
     return tree_map(lambda leaf: torch.zeros_like(at_least_float32(leaf)), jacobian)
 
 
-def next_average(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) -> Tree:
-    """The next moving average, `keep rows_i + factors_i J_i`: `keep` is float64 `[]`, `factors` `[m]`."""
+def averaged(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) -> tuple[Tree, Callable[[Tensor], Weights]]:
+    """The next moving average, `Y_i = keep rows_i + factors_i J_i`: `keep` is float64 `[]`, `factors` `[m]`; and a
+    function of w that returns `w'Y` as weights of the rows J: `AffineWeights` for every leaf.
+    """
 
     def average(old: Tensor, leaf: Tensor) -> Tensor:
         return keep.to(old.dtype) * old + per_row(factors, leaf).to(old.dtype) * leaf
 
-    return tree_map(average, rows, jacobian)
+    def affine(weights: Tensor) -> Weights:
+        rest = lambda x: ((weights * keep).to(x.dtype) @ as_matrix(x)).reshape(x.shape[1:])
+        return tree_map(lambda x: AffineWeights(per_row(weights * factors, x), rest(x)), rows)
 
-
-def average_as_weights(rows: Tree, keep: Tensor, factors: Tensor, weights: Tensor) -> Tree:
-    """The sum `sum_i weights_i (keep rows_i + factors_i J_i)` of averages, as weights of the current rows J: a pytree
-    like the `rows` before, with `AffineWeights` for every leaf.
-    """
-
-    def affine(leaf: Tensor) -> AffineWeights:
-        rest = ((weights * keep).to(leaf.dtype) @ as_matrix(leaf)).reshape(leaf.shape[1:])
-        return AffineWeights(per_row(weights * factors, leaf), rest)
-
-    return tree_map(affine, rows)
+    return tree_map(average, rows, jacobian), affine

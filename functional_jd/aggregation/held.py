@@ -6,6 +6,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, CannotStartError, check_rule, row_weights
 from functional_jd.aggregation.views import no_gradients
+from functional_jd.core.arguments import refuse
 from functional_jd.core.types import Tree, Weights
 
 
@@ -61,9 +62,7 @@ def _cannot_start(view: Any) -> Tree:  # noqa: ARG001
 
 def _repeat(view: Tensor, state: HeldState) -> tuple[Weights, HeldState]:
     if not isinstance(state, HeldState) or state.weights.shape != view.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
-        found = f"weights {list(state.weights.shape)}" if isinstance(state, HeldState) else type(state).__name__
-        raise ValueError(
-            f"held: the state must be one of the first rule of the pair, with {len(view)} weights, found {found}. "
-            "Start it again with train_state and the first rule."
-        )
+        cure = "Start it again with train_state and the first rule."
+        found: Any = getattr(state, "weights", state)
+        refuse("state", f"one of the first rule of the pair, with {len(view)} weights", found, cure, ValueError)
     return state.weights, state

@@ -1,4 +1,4 @@
-"""Parts that rules share: one number per objective, where a rule is solved, orders of a key, and a projection."""
+"""Parts that rules share: one number per objective, where a rule is solved, and orders of a key."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import Domain, check_option, described, here, refuse
-from functional_jd.core.safe import cosines, nan_unless, nonzero
-from functional_jd.core.types import Gramian, Weights
+from functional_jd.core.safe import nan_unless
 from functional_jd.random import uniform
-from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.search import Solver
 from functional_jd.torch_compat.torch_internals import dispatch_modes, is_concrete, is_wrapped
 
@@ -128,13 +126,3 @@ def random_visit_orders(key: Tensor, m: int) -> Tensor:
     numbers = uniform(key, (m, m), dtype=torch.float64)
     # The numbers are below one, so that every row comes last in its own order.
     return (numbers + torch.eye(m, dtype=numbers.dtype, device=numbers.device)).argsort(dim=1, stable=True)[:, :-1]
-
-
-def projected(u: Tensor, G: Gramian, allowed: Tensor, solver: Solver) -> Weights:
-    """Weights of the point nearest to `J'u` that conflicts with no row where `allowed` `[1, m]` holds."""
-    C, norms = cosines(G)
-    lengths = torch.where(G.diagonal() == 0, 0, norms) * u
-    # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
-    size = nonzero(lengths.detach().abs().sum())
-    s = linear_complementarity(C, (C @ (lengths / size)).unsqueeze(0), allowed, solver=solver).squeeze(0)
-    return u + size * s / norms

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.aggregate import Aggregator, no_memory
 from functional_jd.aggregation.views import View, losses
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function, refuse
 from functional_jd.core.safe import nan_unless
@@ -35,7 +35,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
     check_flag("on_host", on_host)
     if isinstance(weigh, View):
         refuse("weigh", "a function", weigh, f"Pass stateless({weigh.__name__}, weigh).")
-    return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()), on_host)
+    return Aggregator(view, no_memory, lambda view, _: (weigh(view), ()), on_host)
 
 
 def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:

@@ -32,6 +32,7 @@ class Observation(NamedTuple):
             tell.
         finite: bool with the scale's shape: which rows did not overflow. None if the products or the pullback tell.
         carried: `(buffers, aux)` from the losses.
+        reached: where training starts, the places of the losses that reach a group, by group, if not all of them do.
     """
 
     losses: Losses
@@ -41,6 +42,7 @@ class Observation(NamedTuple):
     pullback: Callable[[Weights], tuple[Direction, Tensor | None]] = _no_pullback
     finite: Tensor | None = None
     carried: tuple[Tree, Tree] = ((), ())
+    reached: Any = None
 
     def of_group(self, key: str) -> "Observation":
         """The part of the observation that belongs to the parameters below one top-level key."""
@@ -48,6 +50,7 @@ class Observation(NamedTuple):
             products=None if self.products is None else self.products[key],
             rows=None if self.rows is None else rows_of(self.rows)[key],
             others=tuple(rows_of(rows)[key] for rows in self.others),
+            reached=(self.reached or {}).get(key),
         )
 
     def of_objectives(self, places: Sequence[int]) -> "Observation":

@@ -6,16 +6,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, absent_objectives, check_within, unless
+from functional_jd.aggregation.aggregate import Aggregator, absent_objectives, check_within, no_memory, unless
 from functional_jd.aggregation.combine import weights_by_leaf
 from functional_jd.aggregation.hyper_parameters import FINITE
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import as_view, no_gradients
-from functional_jd.core.arguments import Number, check_mapping, number
-from functional_jd.core.names import objective_names
+from functional_jd.aggregation.views import as_view, gramian, indices_of, loss_count, no_gradients
+from functional_jd.core.arguments import Number, check_mapping, number, refuse
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_map
-from functional_jd.core.types import AffineWeights, Losses, Tree, Weights
+from functional_jd.core.types import AffineWeights, Gramian, Losses, Tree, Weights
 
 
 def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
@@ -23,16 +22,15 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
 
     `direction = sum_k fixed_k g_k + aggregate(rule, J of the others).direction`
 
-    For penalties: a divergence from a reference model starts at its minimum, where its row is rounding. A rule that
-    balances rows, such as `config`, gives it a weight of 1e6.
+    For penalties: the row of a divergence from a reference model starts as rounding, to which `config` gives 1e6.
 
     Args:
         rule: any rule but one by groups.
         fixed: weights by the names of objectives, as `objective_names` gives them: `{"kl": 0.1}`; any sign.
 
     Returns:
-        A rule with the cost of `rule`, and its state. The weights of the others are those of `rule` without the fixed
-        rows. When called, it raises ValueError without losses, for a name that they do not have, and if all are fixed.
+        A rule with the cost and the state of `rule`. It weighs the other rows as if they were alone. When called, it
+        raises ValueError without losses, for a name that they do not have, and if all are fixed.
 
     Example:
         >>> rule = regularized(upgrad(), {"kl": 0.1})
@@ -44,20 +42,13 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
     check_within(rule)
     check_mapping("fixed", fixed, "Pass for instance {'kl': 0.1}.")
     chosen = {name: number(f"fixed[{name!r}]", x, FINITE, "Pass a weight.") for name, x in fixed.items()}
-    if not chosen:
-        raise ValueError("regularized: fixed must hold fixed weights, found none. Pass {'kl': 0.1}.")
 
     def places(losses: Losses) -> tuple[list[int], dict[int, Number]]:
-        if losses is None:
-            raise ValueError("regularized: losses must be given, by whose names weights are fixed, found none.")
-        names = objective_names(losses)
-        free = [i for i, name in enumerate(names) if name not in chosen]
-        if len(names) - len(free) < len(chosen) or not free:
-            raise ValueError(
-                f"regularized: fixed must name some objectives of {names}, found {list(chosen)}. Take names that "
-                "objective_names(losses) returns."
-            )
-        return free, {i: chosen[name] for i, name in enumerate(names) if name in chosen}
+        m = loss_count(losses)
+        given = indices_of("fixed", chosen, losses, m)
+        if len(given) == m:
+            refuse("fixed", "some of the objectives", [*chosen], "Leave one to the rule.", ValueError)
+        return [i for i in range(m) if i not in given], dict(zip(given, chosen.values(), strict=True))
 
     return of_some(rule, places)._replace(sensitivity=None)
 
@@ -93,6 +84,39 @@ def of_some(rule: Aggregator, places: Callable[[Losses], tuple[Sequence[int], Ma
         return among(weights) if isinstance(weights, Tensor) else by_leaf(), new
 
     view = inner._like(receive)  # pyright: ignore[reportPrivateUsage]
-    view.partial = True
+    view.objectives = "some"
     takes = None if rule.takes is None else (*rule.takes[:2], lambda losses: places(losses)[0])
     return rule._replace(view=view, init=lambda received: rule.init(received[0]), update=update, takes=takes)
+
+
+def of_reached(rule: Aggregator) -> Aggregator:
+    """The rule of a group of parameters: without memory and by inner products, of the losses that reach the group.
+
+    `train_state` finds their places, which are its state: `{places: ()}`. Other rows are zeros, which stop some rules.
+    In a step where one of them is not, the rule receives all rows.
+    """
+    inner = as_view(rule.view)
+    if rule.init is not no_memory or inner.products != "gramian" or inner.groups is not None:
+        return rule
+
+    def receive(seen: Observation) -> Any:
+        received = seen.losses, gramian.receive(seen)
+        return {seen.reached: received} if seen.reached else received
+
+    def init(received: Any) -> Tree:
+        return {next(iter(received)): ()} if isinstance(received, dict) else ()
+
+    def update(received: tuple[Losses, Gramian], state: Tree) -> tuple[Weights, Tree]:
+        seen = Observation(*received)
+        weights, _ = rule.update(inner.receive(seen), ())
+        if not isinstance(state, dict):
+            return weights, state
+        places: tuple[int, ...] = next(iter(state))
+        part, others = of_some(rule, lambda _: (places, {})), set(range(len(weights))) - set(places)
+        alone, _ = part.update(as_view(part.view).receive(seen), ())
+        reached = torch.stack([received[1][i, i] != 0 for i in others]).any()
+        return tree_map(lambda w, own: torch.where(reached, w, own), weights, alone), state
+
+    view = inner._like(receive)  # pyright: ignore[reportPrivateUsage]
+    view.objectives = "reached"
+    return rule._replace(view=view, init=init, update=update)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.arguments import check_type, described, here
+from functional_jd.core.arguments import check_type, described, here, refuse
 from functional_jd.core.float64 import has_float64, on_wide_device
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import copied
@@ -69,7 +69,7 @@ class View:
         self.receive, self.losses, self.batches = receive, losses, batches
         self.products: Need = products
         self.groups, self.passes = groups, passes
-        self.partial = False  # whether it takes some of the rows only
+        self.objectives: Literal["all", "some", "reached"] = "all"  # of which it takes the rows
         self.inner_products_suffice = products in ("norms", "gramian")
         self.__name__, self.__doc__ = getattr(receive, "__name__", "view"), receive.__doc__
 
@@ -133,30 +133,28 @@ def narrowed(seen: Observation, need: Need) -> Observation:
 
 def divided(seen: Observation, sizes: Tensor) -> Observation:
     """The observation of rows that are divided by sizes `[m]`; losses and what pulls back stay."""
-
-    def rows(jacobian: Jacobian) -> Jacobian:
-        return tree_map(
-            lambda leaf: leaf / per_row(sizes.to(leaf.device, at_least_float32(leaf).dtype), leaf), jacobian
-        )
-
+    own = lambda leaf: per_row(sizes.to(leaf.device, at_least_float32(leaf).dtype), leaf)
+    rows = lambda jacobian: tree_map(lambda leaf: leaf / own(leaf), jacobian)
     known, others = seen.rows is not None, tuple(rows(rows_of(x)) for x in seen.others)
     squares = sizes.square() if isinstance(seen.products, Tensor) and seen.products.ndim == 1 else sizes.outer(sizes)
     products = None if seen.products is None else seen.products / squares
     return seen._replace(products=products, rows=rows(rows_of(seen.rows)) if known else None, others=others)
 
 
-def places_of(chosen: Sequence[str | int], seen: Observation) -> Tensor:
-    """Which objectives are chosen, by name or index: bool `[m]`. Raises ValueError for one that is not there."""
-    zeros = no_gradients.receive(seen)
-    names = objective_names(seen.losses) if seen.losses is not None else ()
-    known = {**dict(zip(names, range(len(zeros)), strict=False)), **{i: i for i in range(len(zeros))}}
+def indices_of(argument: str, chosen: Iterable[str | int], losses: Losses, m: int) -> list[int]:
+    """The places of some of m objectives, by name or index. Raises ValueError for one that is not there."""
+    names = objective_names(losses) if losses is not None else ()
+    known = {**dict(zip(names, range(m), strict=False)), **{i: i for i in range(m)}}
     if missing := [each for each in chosen if each not in known]:
-        raise ValueError(
-            f"{here()}: primary must be indices below {len(zeros)} or names of {names[:5]}, found "
-            f"{described(missing[0])}. Take names that objective_names(losses) returns, and pass losses to aggregate."
-        )
-    index = torch.arange(len(zeros), device=zeros.device)
-    return torch.stack([index == known[each] for each in chosen]).any(0)
+        cure = "Take names that objective_names(losses) returns, and pass losses to aggregate."
+        refuse(argument, f"indices below {m} or names of {names[:5]}", missing[0], cure, ValueError)
+    return [known[each] for each in chosen]
+
+
+def places_of(chosen: Sequence[str | int], seen: Observation) -> Tensor:
+    """Which objectives are chosen, by name or index: bool `[m]`."""
+    index = torch.arange(len(zeros := no_gradients.receive(seen)), device=zeros.device)
+    return torch.stack([index == i for i in indices_of("primary", chosen, seen.losses, len(zeros))]).any(0)
 
 
 def with_losses(view: View) -> View:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, jacobian_and_losses
-from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.combine import averaged, zero_rows
 from functional_jd.aggregation.views import row_norms
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless
@@ -61,9 +61,9 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         b = beta / calls.double() ** beta_sigma
         absent = (losses == 0) & (row_norms(jacobian) == 0)
         factors = (1 - b) / nan_unless((losses > 0) | absent, torch.where(absent, 1, losses))
-        rows = next_average(state.rows, b, jacobian, factors)
+        rows, as_weights = averaged(state.rows, b, jacobian, factors)
         norms = row_norms(rows)
         w = divide(norms.amax(), norms)
-        return average_as_weights(state.rows, b, factors, w), DbMtlState(rows, calls)
+        return as_weights(w), DbMtlState(rows, calls)
 
     return Aggregator(jacobian_and_losses, init, update, takes=("db_mtl", NOT_NEGATIVE))

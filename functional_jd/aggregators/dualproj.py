@@ -2,8 +2,8 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, stateless
-from functional_jd.aggregation.hyper_parameters import projected, runs_on_host
+from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
+from functional_jd.solvers.lcp import projected
 from functional_jd.solvers.search import Solver
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from functional_jd.aggregation import Aggregator, Tree, Weights, as_view, of_some, view_of_groups
-from functional_jd.core.arguments import check_mapping, is_size
+from functional_jd.aggregation import Aggregator, Tree, Weights, as_view, of_reached, of_some, view_of_groups
+from functional_jd.core.arguments import check_mapping, is_size, refuse
 from functional_jd.core.tree import tree_leaves
 
 
@@ -16,9 +16,9 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     Args:
         rules: one rule for every key of params: `grouped({"backbone": upgrad(), "decoder": mean()})`. Of a
             `MultitaskJacobian`, the groups are those of `shared`.
-        rows: for groups that only some losses reach, the places of these, rising: `{"decoder": [1, 2]}`. The
-            group's rule receives their rows alone; the others have weight 0. Else a loss that does not reach a group
-            has a row of zeros there, which stops `mgda` and `cagrad`: `train_state` warns of it.
+        rows: the places, rising, of the losses that reach a group: `{"decoder": [1, 2]}`. Its rule receives their rows
+            alone. By default `train_state` finds them by the graph, for rules without memory by inner products, and
+            warns of other rows of zeros, which stop `mgda`.
 
     Returns:
         A rule with the costs of its rules together: one backward pass for groups of one rule that needs no gradients,
@@ -40,16 +40,13 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     check_mapping("rules", rules, "Pass for instance {'encoder': upgrad(), 'decoder': mean()}.")
     check_mapping("rows", {} if rows is None else rows, "Pass for instance {'decoder': [1, 2]}.")
     if not rules:
-        raise ValueError("grouped: expected one rule per group of parameters, found none. Name at least one group.")
-    for key, rule in rules.items():
-        if not isinstance(rule, Aggregator):
-            raise TypeError(
-                f"grouped: expected a rule for group {key!r}, found {type(rule).__name__}. "
-                "Call its builder first: upgrad(), not upgrad."
-            )
+        refuse("rules", "one rule for each group of parameters", "none", "Name at least one group.", ValueError)
+    if bare := [key for key, rule in rules.items() if not isinstance(rule, Aggregator)]:
+        refuse(f"rules[{bare[0]!r}]", "a rule", rules[bare[0]], "Call its builder first: upgrad(), not upgrad.")
     if wrong := [key for key, own in (rows or {}).items() if key not in rules or not _are_places(own)]:
         raise ValueError(f"grouped: rows must have keys of rules, and places, found {wrong}. Pass {{'a': [1]}}.")
-    chosen = {**rules, **{key: _of_rows(rules[key], [*own]) for key, own in (rows or {}).items()}}
+    chosen = {key: of_reached(rule) for key, rule in rules.items()}
+    chosen |= {key: of_some(rules[key], lambda _, own=[*own]: (own, {})) for key, own in (rows or {}).items()}
     views = {key: as_view(rule.view) for key, rule in chosen.items()}
     # The first group with an equal rule; a user's rule need not be hashable.
     twins = {key: next((other for other in chosen if chosen[other] == chosen[key]), key) for key in chosen}
@@ -82,7 +79,3 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
 def _are_places(own: Any) -> bool:
     are_sizes = isinstance(own, list | tuple) and all(is_size(i) and i >= 0 for i in own)
     return are_sizes and [*own] == sorted({*own}) != []
-
-
-def _of_rows(rule: Aggregator, places: list[int]) -> Aggregator:
-    return of_some(rule, lambda _: (places, {}))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian, jacobian_and_losses
-from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.combine import averaged, zero_rows
 from functional_jd.aggregation.views import row_norms
 from functional_jd.core.arguments import ABOVE_0_TO_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import nan_unless, nonzero
@@ -68,9 +68,9 @@ def moco(
         b, c = beta / calls.double() ** beta_sigma, gamma / calls.double() ** gamma_sigma
         norms = row_norms(jacobian)
         factors = b * nan_unless(losses >= 0, losses) / nonzero(norms)
-        rows = next_average(state.rows, 1 - b, jacobian, factors)
+        rows, as_weights = averaged(state.rows, 1 - b, jacobian, factors)
         w = state.weights
         w = torch.softmax(w - c * (gramian(rows) @ w + rho * w), dim=0)
-        return average_as_weights(state.rows, 1 - b, factors, w), MocoState(rows, w, calls)
+        return as_weights(w), MocoState(rows, w, calls)
 
     return Aggregator(jacobian_and_losses, init, update, takes=("moco", NOT_NEGATIVE))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import cosines, nonzero
 from functional_jd.solvers.by_numbers import solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.pivoting import TOLERANCE, solve_by_pivots
@@ -191,3 +192,13 @@ def _factor(M: Tensor, active: Tensor) -> Tensor:
 
 def _is_doubtful(factor: Tensor) -> Tensor:
     return factor.diagonal(dim1=-2, dim2=-1).amin(-1, keepdim=True) < _WELL_CONDITIONED**0.5
+
+
+def projected(u: Tensor, G: Tensor, allowed: Tensor, solver: Solver) -> Tensor:
+    """Weights of the point nearest to `J'u` that conflicts with no row where `allowed` `[1, m]` holds."""
+    C, norms = cosines(G)
+    lengths = torch.where(G.diagonal() == 0, 0, norms) * u
+    # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
+    size = nonzero(lengths.detach().abs().sum())
+    s = linear_complementarity(C, (C @ (lengths / size)).unsqueeze(0), allowed, solver=solver).squeeze(0)
+    return u + size * s / norms

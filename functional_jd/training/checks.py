@@ -53,11 +53,12 @@ def check_learning(
     *,
     noised: bool = False,
     training: bool = True,
-) -> None:
+) -> list[tuple[int, ...]]:
     """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
 
     What they change is put back, and the journal keeps it for the next evaluation. Losses named in `constant` may have
     no gradient on this batch. Without `training` weights alone are computed, and losses without a gradient warn.
+    Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples and shards.
     """
     kind, before = plan.kind, tree_map(torch.clone, buffers)
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
@@ -88,12 +89,15 @@ def check_learning(
                 "or detach it."
             )
     trunk = tree_leaves(kind.row_params(plan.losses, params))
-    unreached = _check_reached(values, points, trunk, constant, training)
+    unreached, reached = _check_reached(values, points, trunk, constant, training)
     if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
         warn(
             f"{here()}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
+    if mesh is not None or kind.rows_are_examples:  # other ranks and examples may have other graphs
+        return []
+    return [tuple(i for i, leaves in enumerate(reached) if not leaves or id(x) in leaves) for x in trunk]
 
 
 def check_linear(plan: Plan) -> None:
@@ -149,8 +153,10 @@ def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]]) -> No
 
 def _check_reached(
     values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool
-) -> list[str]:
-    """The names of the losses without a gradient. Raise if one may not be constant, or if none reaches the rows."""
+) -> tuple[list[str], list[set[int]]]:
+    """The names of the losses without a gradient, and the leaves of each loss. Raise if one may not be constant, or if
+    none reaches the rows.
+    """
     names, points_of_rows = objective_names(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
     for x in given:
@@ -174,7 +180,7 @@ def _check_reached(
             f"{text}. Return other values as aux, with has_aux=True; of a task without labels in this batch, pass "
             "constant=[name]."
         )
-    return unreached
+    return unreached, reached
 
 
 def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tree) -> None:

@@ -1,5 +1,7 @@
 """The way from losses to a direction: plan, observe, weigh, pull back."""
 
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -9,7 +11,7 @@ from functional_jd.aggregation.aggregate import Aggregator, apply_rule, check_ru
 from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View, as_view, gramian, norms
+from functional_jd.aggregation.views import View, as_view, gramian, loss_count, norms
 from functional_jd.core.arguments import check_flag, check_function, check_type, here, refuse
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, any_sharded, tree_leaves, tree_map
@@ -192,12 +194,18 @@ def observe(plan: Plan, engine: Engine) -> Observation:
     return seen
 
 
-def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
-    """The rule's initial state, and the losses that it starts from."""
-    seen = observe(plan, engine)
-    for key, view in (plan.view.groups or {}).items():
-        if view.products in ("norms", "gramian") and not view.partial:
-            _warn_of_zero_rows(key, (norms if view.products == "norms" else gramian).receive(seen.of_group(key)))
+def started(plan: Plan, engine: Engine, reached: Sequence[tuple[int, ...]] = ()) -> tuple[Tree, Losses]:
+    """The rule's initial state, and the losses that it starts from. `reached`: the places of the losses that reach each
+    leaf of the rows, where they are known.
+    """
+    seen, leaves, known = observe(plan, engine), iter(reached), dict[str, tuple[int, ...]]()
+    for key, count, need in plan.groups or ():
+        places, view = sorted({i for leaf in islice(leaves, count) for i in leaf}), plan.view.groups[key]
+        if view.objectives == "reached" and 0 < len(places) < loss_count(seen.losses):
+            known[key] = tuple(places)
+        elif need in ("norms", "gramian") and view.objectives != "some":
+            _warn_of_zero_rows(key, (norms if need == "norms" else gramian).receive(seen.of_group(key)))
+    seen = seen._replace(reached=known)
     with autocast_disabled():
         if seen.products is not None and plan.guarded and seen.finite is None:
             seen = seen._replace(products=without_overflow(seen.products, plan.scale_state.scale.ndim)[0])

@@ -1,7 +1,7 @@
 """How training starts: the state that the first step takes."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -95,11 +95,12 @@ def train_state(
     plan, chosen, _ = prepare(losses, params, batch, aggregator, scale=placed, **how)
     values = {"parameters": params, "buffers": buffers, "scale": plan.scale_state}
     check_ranks(losses, own, values, {"rule": aggregator, "optimizer": optimizer})
+    reached: Sequence[tuple[int, ...]] = ()
     traced, journal = torch.compiler.is_compiling(), StateJournal()
     with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
         if not traced and not under_transform():
-            check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
-        memory, values = started(plan, chosen)
+            reached = check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
+        memory, values = started(plan, chosen, () if chosen.is_replicated else reached)
         _check_losses(aggregator, values)
     check_ranks(losses, own, {"keys": keys_of(memory)})
     state = TrainState(params, buffers, optimizer.init(params), memory, plan.scale_state)

@@ -123,11 +123,10 @@ def test_what_is_refused():
         (lambda: call({"kl": "much"}), TypeError, r"fixed\['kl'\] must be a number"),
         (lambda: call({"kl": torch.inf}), ValueError, r"fixed\['kl'\] must be finite"),
         (lambda: call([0.1]), TypeError, "fixed must be a dict"),
-        (lambda: call({}), ValueError, "fixed weights, found none"),
         (lambda: call({"w": 1.0}, jd.grouped({"w": jd.mean()})), ValueError, "a rule by groups"),
-        (lambda: call({"k": 0.1}), ValueError, r"some objectives of \['a', 'kl', 'price\[0\]'"),
-        (lambda: call(dict.fromkeys(["a", "kl", "price[0]", "price[1]"], 1.0)), ValueError, "some objectives of"),
-        (lambda: call({"kl": 0.1}, losses=None), ValueError, "losses must be given"),
+        (lambda: call({"k": 0.1}), ValueError, r"names of \['a', 'kl', 'price\[0\]'.* found 'k'"),
+        (lambda: call(dict.fromkeys(["a", "kl", "price[0]", "price[1]"], 1.0)), ValueError, "some of the objectives"),
+        (lambda: call({"kl": 0.1}, losses=None), ValueError, "expected at least one loss, found none"),
     ]
     for make, kind, words in cases:
         with pytest.raises(kind, match=words):

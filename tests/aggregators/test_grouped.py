@@ -152,8 +152,8 @@ MISTAKES = [
         r"expected a group .* none for 'c'; the groups are the top-level keys .*, 'a', 'b'",
     ),
     (lambda J: aggregate(grouped({"a": mean()}), [J["a"]]), r"expected parameters in a dict, .* found list"),
-    (lambda J: grouped({}), r"expected one rule per group .*, found none"),
-    (lambda J: grouped({"a": mean}), "expected a rule for group 'a', found function"),
+    (lambda J: grouped({}), "rules must be one rule for each group"),
+    (lambda J: grouped({"a": mean}), r"rules\['a'\] must be a rule, found"),
     (lambda J: grouped({"a": mean()}, rows={"b": [1]}), "rows must have keys"),
     *(
         (lambda J, own=own: grouped({"a": mean()}, rows={"a": own}), "rows must have keys")
@@ -301,28 +301,83 @@ def test_rows_of_some_losses_are_those_that_the_rule_of_the_group_receives(rule)
     assert not slope["some"][0].any()
 
 
-def test_rows_of_some_losses_train_in_steps_and_a_warning_names_them_where_they_are_not_given():
-    params = {"all": torch.ones(2), "some": torch.ones(2)}
+def in_part(p, head=1.0):
+    """Three losses, of which "some" does not reach the first."""
+    both = (p["all"] + head * p["some"]).exp().sum()
+    return torch.stack([p["all"].square().sum(), both, (p["some"] - 3).square().sum()])
 
-    def losses(p):
-        return torch.stack(
-            [p["all"].square().sum(), (p["all"] + p["some"]).exp().sum(), (p["some"] - 3).square().sum()]
-        )
 
-    for rule in (jd.mgda(), jd.cagrad(0.4), jd.gradnorm()):  # by the Gramian and by norms
-        how = {"losses": losses, "optimizer": jd.sgd(0.01)}
-        rules = {"all": jd.total(), "some": rule}
+def slope_of(params, losses, rule, places, key="some"):
+    J, values = jd.jacobian_fn(losses)(params)
+    return jd.aggregate(rule, J[key][places], losses=values[places]).direction
+
+
+def check_moved(params, state, expected):
+    # A step of 0.01 keeps the digits of the parameters, not its own.
+    rounding = 8 * eps(torch.float32) * params["some"].abs().max() / 0.01
+    moved = (params["some"] - state.params["some"]) / 0.01
+    check_within(moved, expected, rounding + 64 * eps(torch.float32) * expected.abs().max())
+
+
+@pytest.mark.parametrize("rule", [jd.mgda(), jd.cagrad(0.4), jd.upgrad(), jd.gradnorm()])
+@pytest.mark.parametrize("engine", ["auto", "jacobian"])
+def test_losses_that_do_not_reach_a_group_have_no_row_there(rule, engine):
+    params, how = {"all": torch.ones(2), "some": torch.ones(2)}, {"losses": in_part, "optimizer": jd.sgd(0.01)}
+    rules, how["engine"] = {"all": jd.total(), "some": rule}, engine
+    if rule.view.losses:  # it remembers all objectives
         with pytest.warns(UserWarning, match=r"'some'.*rows=\{'some': \[1, 2\]\}"):
             jd.train_state(params, aggregator=jd.grouped(rules), **how)
         how["aggregator"] = jd.grouped(rules, rows={"some": [1, 2]})
-        state, info = jd.step(jd.train_state(params, **how), **how)
-        J, values = jd.jacobian_fn(losses)(params)
-        moved = (params["some"] - state.params["some"]) / 0.01
-        # A step of 0.01 keeps the digits of the parameters, not its own.
-        rounding = 8 * eps(torch.float32) * params["some"].abs().max() / 0.01
-        expected = jd.aggregate(rule, J["some"][1:], losses=values[1:]).direction
-        check_within(moved, expected, rounding + 64 * eps(torch.float32) * expected.abs().max())
-        assert info.weights["some"][0] == 0
+    else:
+        how["aggregator"] = jd.grouped(rules)
+    state, info = jd.step(jd.train_state(params, **how), **how)
+    check_moved(params, state, slope_of(params, in_part, rule, [1, 2]))
+    assert info.weights["some"][0] == 0
+
+
+def test_a_loss_that_reaches_a_group_later_counts_from_then_on():
+    params, reached = {"all": torch.ones(2), "some": torch.ones(2)}, []
+    losses = lambda p: in_part(p) + torch.stack([(p["some"] * 2).sum()] + [p["all"].new_zeros(())] * 2) * len(reached)
+    first = lambda p: losses(p) if reached else in_part(p)
+    how = {"losses": first, "optimizer": jd.sgd(0.01), "aggregator": jd.grouped(dict.fromkeys(params, jd.mgda()))}
+    state = jd.train_state(params, **how)
+    assert state.aggregator["some"] == {(1, 2): ()}
+    reached.append(True)
+    check_moved(params, jd.step(state, **how)[0], slope_of(params, first, jd.mgda(), [0, 1, 2]))
+
+
+def test_a_head_that_starts_at_zero_and_a_task_without_labels_reach_their_group():
+    params = {"all": torch.ones(2), "some": torch.ones(2)}
+    how = {"optimizer": jd.sgd(0.01), "aggregator": jd.grouped(dict.fromkeys(params, jd.mgda()))}
+    # Zeros of this step only: no warning, and the row counts as soon as there is one.
+    state = jd.train_state(params, losses=lambda p: in_part(p, 0.0), **how)
+    assert state.aggregator["some"] == {(1, 2): ()}
+
+    def without_labels(p):
+        both = (p["all"] + p["some"]).exp().sum()
+        return {"a": torch.zeros(()), "b": both, "c": (p["some"] - 3).square().sum()}
+
+    with pytest.warns(UserWarning, match=r"'some', found zeros of all but the losses \[1, 2\]"):
+        state = jd.train_state(params, losses=without_labels, constant=["a"], **how)
+    assert state.aggregator == {"all": {(0, 1): ()}, "some": ()}
+
+
+def test_places_of_a_group_survive_compiling_vmap_and_a_checkpoint(tmp_path):
+    params = {"all": torch.ones(2), "some": torch.ones(2)}
+    how = {"losses": in_part, "optimizer": jd.sgd(0.01), "aggregator": jd.grouped(dict.fromkeys(params, jd.mgda()))}
+    state = jd.train_state(params, **how)
+    expected, _ = jd.step(state, **how)
+    take = partial(jd.step, **how)
+    many = torch.vmap(lambda x: take(state._replace(params={**params, "some": x}))[0].params["some"])
+    torch.testing.assert_close(many(params["some"].expand(2, 2)), expected.params["some"].expand(2, 2))
+    found, _ = jd.compiled(take, backend="eager")(state)
+    assert torch.equal(found.params["some"], expected.params["some"])
+    assert found.aggregator == state.aggregator == {"all": {(0, 1): ()}, "some": {(1, 2): ()}}
+    torch.save((expected, jd.to_checkpoint(expected)), tmp_path / "x")
+    whole, named = torch.load(tmp_path / "x", weights_only=True)
+    for loaded in (whole, jd.from_checkpoint(named, like=state)):
+        assert loaded.aggregator == state.aggregator
+        assert torch.equal(loaded.params["some"], expected.params["some"])
 
 
 @pytest.mark.parametrize("rule", [jd.gradnorm(), jd.upgrad(), jd.nash_mtl()])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sequences import number, values
 
 from functional_jd.aggregation.aggregate import aggregate, start
-from functional_jd.aggregation.combine import average_as_weights, next_average, zero_rows
+from functional_jd.aggregation.combine import averaged, zero_rows
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import full_jacobian, row_norms
 from functional_jd.aggregators.constant import constant
@@ -181,7 +181,7 @@ keeps = st.sampled_from([0.0, 0.25, 0.5]).map(lambda keep: torch.tensor(keep, dt
 def test_an_average_is_the_sum_of_what_every_call_left_in_it(calls):
     average = zero_rows(calls[0][0])
     for J, factors, keep in calls:
-        average = next_average(average, keep, J, factors)
+        average, _ = averaged(average, keep, J, factors)
     for name in LIKE:
         for i in range(3):
             expected = torch.zeros_like(average[name][i])
@@ -195,7 +195,8 @@ def test_an_average_is_the_sum_of_what_every_call_left_in_it(calls):
 
 @given(some_rows, some_rows, some_weights, some_weights, keeps)
 def test_weights_of_the_current_rows_and_the_rest_add_up_to_the_averages(before, J, factors, w, keep):
-    after, split = next_average(before, keep, J, factors), average_as_weights(before, keep, factors, w)
+    after, as_weights = averaged(before, keep, J, factors)
+    split = as_weights(w)
     for name, leaf in J.items():
         found = (split[name].weights * leaf).sum(0) + split[name].rest
         expected = sum(w[i] * after[name][i] for i in range(3))
