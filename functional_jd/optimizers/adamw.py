@@ -11,15 +11,7 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copy_each
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import (
-    any_sharded,
-    floating_leaves,
-    leaves_like,
-    tree_leaves,
-    tree_map,
-    tree_names,
-    tree_unflatten,
-)
+from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
@@ -78,11 +70,7 @@ def adamw(
         weight_decay: the share of params that goes in a step, in units of lr; a number or a tensor `[]`.
 
     Returns:
-        An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
-
-    Guarantees:
-        Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule and the
-        bias corrections where they were. The first step from an average of zero has finite and right derivatives.
+        An `Optimizer` with `AdamwState`. The first step from an average of zero has finite and right derivatives.
 
     Source:
         Loshchilov and Hutter (2019), Decoupled weight decay regularization, algorithm 2, in PyTorch's form.
@@ -118,7 +106,10 @@ def adamw(
             fits = fits and p.shape == d.shape == m.shape == v.shape
             alike = alike and p.dtype == v.dtype
             if v.dtype == torch.float16:
-                _refuse_float16(state)
+                raise ValueError(
+                    "adamw: averages must be in float32, found float16, where squares below 6e-8 vanish. Start again "
+                    "with init(params)."
+                )
         if not fits:
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(
@@ -157,14 +148,6 @@ def adamw(
     return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), step)
 
 
-def _refuse_float16(state: AdamwState) -> None:
-    """Raise for averages of squares that float16 loses: those of directions below 2e-4 are zero."""
-    dtypes = dict(zip(tree_names(state.second), (v.dtype for v in tree_leaves(state.second)), strict=True))
-    name = next(name for name in dtypes if dtypes[name] == torch.float16)
-    found = f"found float16 in {name!r}, where squares below 6e-8 vanish"
-    raise ValueError(f"adamw: averages must be in float32, {found}. Start again with init(params).")
-
-
 def _fused(
     columns: Sequence[list[Tensor]], steps: Tensor, moving: Tensor | None, rate: Any, settings: Any
 ) -> Iterable[Sequence[Tensor]]:
@@ -173,19 +156,20 @@ def _fused(
     for place, leaf in enumerate(columns[0]):
         groups.setdefault((leaf.device, leaf.dtype), []).append(place)
     in_graph = torch.compiler.is_compiling() or bool(dispatch_modes())
-    moved: dict[int, Sequence[Tensor]] = {}
+    kernel: Any = fused_adamw_op if in_graph else _moved
+    moved: list[Any] = [()] * len(columns[0])
     for (device, _), places in groups.items():
-        lr, count = rate, len(places)
+        lr = rate
         if isinstance(rate, Tensor) and device.type != "cpu":  # a number, if no device has to be waited for
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
-        group = columns if len(groups) == 1 else [[column[place] for place in places] for column in columns]
+        group: list[list[Tensor]] = []
+        for column in columns:
+            group.append(list(map(column.__getitem__, places)))
         numbers = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-        kernel: Any = fused_adamw_op if in_graph else _moved
         new = kernel(*group, steps, moving, *numbers, *settings)
-        if len(groups) == 1:
-            return new[:count], new[count : 2 * count], new[2 * count :]
-        moved.update(zip(places, zip(new[:count], new[count : 2 * count], new[2 * count :], strict=True), strict=True))
-    return zip(*[moved[place] for place in range(len(moved))], strict=True)
+        for k, place in enumerate(places):
+            moved[place] = new[k :: len(places)]
+    return zip(*moved, strict=True)
 
 
 def _moved(

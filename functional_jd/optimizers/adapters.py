@@ -23,10 +23,7 @@ from functional_jd.optimizers.base import (
 )
 from functional_jd.torch_compat.torch_internals import has_values, under_functorch
 
-_ENTRYWISE = {
-    getattr(torch.optim, name): None
-    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
-}
+_ENTRYWISE = "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"
 """The classes of torch.optim that update every entry by itself, so that shards may be updated one by one."""
 
 _COUNTS_ON_HOST = ("cpu", "mps", "meta")
@@ -67,7 +64,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             as Adafactor; float16 parameters of Adam, whose eps is zero there.
 
     Guarantees:
-        Pure. A skipped step does not advance the schedule. Compiles with a graph break.
+        Compiles with a graph break.
 
     Example:
         >>> warmed_up = from_torch(torch.optim.RAdam, lr=lambda steps: 1e-3 * ((steps + 1) / 100).clamp(max=1))
@@ -87,22 +84,21 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
 
     def init(params: Params) -> TorchState:
         whole, _ = floating_leaves(params)
-        if any_sharded(whole) and cls not in _ENTRYWISE:
+        if any_sharded(whole) and cls not in [getattr(torch.optim, name) for name in _ENTRYWISE]:
             expected = "a class that updates every entry by itself, for sharded parameters"
-            names = ", ".join(known.__name__ for known in _ENTRYWISE)
-            refuse("cls", expected, cls, f"Use one of {names}, or adamw and sgd.", ValueError)
+            refuse("cls", expected, cls, f"Use one of {', '.join(_ENTRYWISE)}, or adamw and sgd.", ValueError)
         leaves = list(map(shard_of, whole))
         steps, zeros = no_steps(params), [torch.zeros_like(leaf) for leaf in leaves]
         rate = _rate(schedule, steps) if scheduled else None
         optimizer = _instance(cls, hyper, rate, leaves, zeros, [{} for _ in leaves])
-        before = [_settings(group) for group in optimizer.param_groups]
+        before = _settings(optimizer)
         optimizer.step()
         for x in optimizer.param_groups[0]["params"]:  # of a direction of zero
             if x.dtype == torch.float16 and has_values(x) and not x.isfinite().all():
                 refuse("params", "of a dtype in which eps is not zero", x, "Keep them in float32.", ValueError)
         entries = _entries(optimizer)
         unsupported = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
-        if before != [_settings(group) for group in optimizer.param_groups]:
+        if before != _settings(optimizer):
             unsupported.add("param_groups")
         if unsupported or len(optimizer.state) > len(leaves):
             raise TypeError(
@@ -143,10 +139,7 @@ def from_transformation(transformation: Any) -> Optimizer:
             `update` has an argument `inplace`, it is False. An update of `None` leaves its parameter unchanged.
 
     Returns:
-        An `Optimizer` with the state of the transformation.
-
-    Guarantees:
-        Pure, and composes with vmap, grad, jvp and compile, if the transformation does.
+        An `Optimizer` with the state of the transformation. It composes with what the transformation composes with.
 
     Example:
         >>> import torchopt
@@ -207,5 +200,5 @@ def _entries(optimizer: Any) -> list[dict[str, Any]]:
     return [dict(optimizer.state[leaf]) for leaf in optimizer.param_groups[0]["params"]]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: repr(value) for key, value in group.items() if key != "params"}
+def _settings(optimizer: Any) -> str:
+    return repr([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])

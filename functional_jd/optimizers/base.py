@@ -21,6 +21,9 @@ LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 class Optimizer(NamedTuple):
     """Two pure functions; the hyper-parameters live in their closures.
 
+    The optimizers of this package are pure and compose with vmap (also over tensors among the settings), grad, jvp and
+    compile. A skipped step leaves state, schedule and key where they were. Params keep their dtypes.
+
     Attributes:
         init: `init(params) -> state`, a pytree of tensors whose structure never changes.
         update: `update(direction, state, params) -> (params, state)`: one step against the direction.
@@ -46,6 +49,17 @@ def check_optimizer(optimizer: Any, name: str = "optimizer", cure: str = "") -> 
         cure = cure or "adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
         found = type(optimizer).__name__
         raise TypeError(f"{here()}: {name} must be a pair (init, update), found {found}. Call its builder: {cure}")
+
+
+def check_inner(optimizer: Any, name: str = "optimizer", cure: str = "") -> None:
+    """Raise for an optimizer that must stand around all others, as it compares losses or adds noise."""
+    check_optimizer(optimizer, name, cure)
+    if optimizer.search is not None or optimizer.sensitivity is not None:
+        found = "adds noise (noised)" if optimizer.search is None else "compares losses (line_search)"
+        raise ValueError(
+            f"{here()}: {name} must neither compare losses nor add noise, found one that {found}. Pass the optimizer "
+            "inside it."
+        )
 
 
 def check_settings(*, tensors: Sequence[str] = ("lr",), **values: Any) -> None:

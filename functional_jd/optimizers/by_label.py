@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_function, check_mapping
 from functional_jd.core.tree import floating_leaves, leaves_like, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
-from functional_jd.optimizers.base import Optimizer, check_optimizer
+from functional_jd.optimizers.base import Optimizer, check_inner
 from functional_jd.precision.loss_scale import select
 
 
@@ -26,7 +26,7 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
         ValueError: when training starts, an unknown label, a label without leaves, or two leaves with one name.
 
     Guarantees:
-        Every group moves as if it were alone. Pure; composes with the transforms that all the optimizers compose with.
+        Every group moves as if it were alone.
 
     Differences: from `torch.optim`, where a parameter that is in no group stays where it is without a word.
 
@@ -45,12 +45,7 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
     if not optimizers:
         raise ValueError(f"by_label: optimizers must be at least one, found none. {cure}")
     for label, optimizer in optimizers.items():
-        check_optimizer(optimizer, f"the optimizer {label!r}")
-        if optimizer.sensitivity is not None:
-            raise ValueError(
-                f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "
-                "groups. Put it around all: noised(by_label(...), ...)."
-            )
+        check_inner(optimizer, f"the optimizer {label!r}")
     optimizers = dict(optimizers)
 
     def init(params: Params) -> Tree:
@@ -63,10 +58,17 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
         directions, new_leaves = leaves_like(structure, direction), list(leaves)
         new_state: dict[str, Tree] = {}
         for label, group in _groups(params, leaves, optimizers, labels).items():
-            arguments = _chosen(directions, group), state[label], _chosen(leaves, group)
-            moved, new_state[label] = _updated(optimizers[label], moving, *arguments)
+            optimizer, old = optimizers[label], _chosen(leaves, group)
+            given = _chosen(directions, group), state[label], old
+            if moving is None:
+                new = optimizer.update(*given)
+            elif optimizer.guarded_update is not None:
+                new = optimizer.guarded_update(moving, *given)
+            else:
+                new = select(moving, optimizer.update(*given), (old, state[label]))
+            new_state[label] = new[1]
             for name, index in group.items():
-                new_leaves[index] = moved[name]
+                new_leaves[index] = new[0][name]
         return tree_unflatten(structure, new_leaves), new_state
 
     guarded = step if any(optimizer.guarded_update for optimizer in optimizers.values()) else None
@@ -102,13 +104,3 @@ def _groups(
 
 def _chosen(leaves: list[Tensor], group: dict[str, int]) -> dict[str, Tensor]:
     return {name: leaves[index] for name, index in group.items()}
-
-
-def _updated(
-    optimizer: Optimizer, moving: Tensor | None, direction: Direction, state: Tree, params: Params
-) -> tuple[Params, Tree]:
-    """One step of one group, where `moving` is true."""
-    if moving is not None and optimizer.guarded_update is not None:
-        return optimizer.guarded_update(moving, direction, state, params)
-    new = optimizer.update(direction, state, params)
-    return new if moving is None else select(moving, new, (params, state))

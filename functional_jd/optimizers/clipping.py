@@ -19,9 +19,7 @@ from functional_jd.core.types import Direction
 
 
 def global_norm(direction: Direction, norm_type: float = 2.0) -> Tensor:
-    """Compute the norm of all entries of a direction, as if concatenated into one vector.
-
-    `(sum_k |d_k|^p)^(1/p)`, computed as `peak (sum_k |d_k / peak|^p)^(1/p)` with the largest magnitude `peak`.
+    """Compute the norm of all entries of a direction: `(sum_k |d_k|^p)^(1/p)`.
 
     Args:
         direction: pytree of floating-point tensors of any shapes.
@@ -80,10 +78,7 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
 
 
 def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return two factors of the norm: the largest magnitude, and the norm of the entries divided by it.
-
-    The unit is detached, since the product does not depend on it.
-    """
+    """Return two factors of the norm: the largest magnitude, detached, and the norm of the entries divided by it."""
     check_number("norm_type", norm_type, at_least(1), "Common values are 2.0 and math.inf.")
     leaves, _ = floating_leaves(direction)
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)

@@ -11,7 +11,7 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params, Tree
-from functional_jd.optimizers.base import Optimizer, check_optimizer, in_dtype_of
+from functional_jd.optimizers.base import Optimizer, check_inner, in_dtype_of
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
 from functional_jd.torch_compat.watching import StateJournal
 
@@ -53,13 +53,13 @@ def line_search(
         batch, which `step` passes to it; its `update`, which does not, raises.
 
     Raises:
-        ValueError: in `step`, replicas, whose batches differ, and an optimizer around this one (`noised`, `by_label`).
+        ValueError: an optimizer inside that compares losses or adds noise; in `step`, replicas, whose batches differ.
 
     Guarantees:
         The first of the best rates is taken; a merit that is not finite is never best, and if none is finite the
         parameters stay. The losses are evaluated at all rates by one vmap: k forward passes, and k sets of parameters;
         buffers and keys are those of the step, and the search leaves nothing in them. Rate 1 gives the step of the
-        optimizer inside. Composes with vmap, grad, jvp and compile; derivatives are those of the chosen rate.
+        optimizer inside. Derivatives are those of the chosen rate.
 
     Differences:
         From searches that stop at the first rate that is good enough: those read values, which synchronizes.
@@ -151,17 +151,7 @@ def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tenso
 
 def _checked(optimizer: Any, rates: Any) -> Tensor:
     """The rates as a tensor."""
-    check_optimizer(optimizer, cure="line_search(sgd(1.0), rates).")
-    if optimizer.search is not None:
-        raise ValueError(
-            "line_search: optimizer must need no losses, found one that itself compares losses. Pass all rates to one "
-            "line_search."
-        )
-    if optimizer.sensitivity is not None:
-        raise ValueError(
-            "line_search: optimizer must add no noise, found one made by noised: the search looks at losses of the "
-            "batch that no noise covers. Take the optimizer inside it alone."
-        )
+    check_inner(optimizer, cure="line_search(sgd(1.0), rates).")
     cure = "Pass for instance rates=[1.0, 0.5, 0.25, 0.1]."
     if isinstance(rates, list | tuple):
         for rate in rates:  # pyright: ignore[reportUnknownVariableType]

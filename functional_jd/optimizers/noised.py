@@ -9,7 +9,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
-from functional_jd.optimizers.base import Optimizer, check_optimizer, check_settings, in_dtype_of
+from functional_jd.optimizers.base import Optimizer, check_inner, check_settings, in_dtype_of
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key, draw_at, draw_normals
 from functional_jd.torch_compat.callers import here
@@ -41,11 +41,12 @@ def noised(
     Args:
         optimizer: the optimizer that receives the noisy mean.
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        multiplier: the standard deviation of the noise in units of `max_norm`; not negative. A number or a tensor `[]`.
+        multiplier: the standard deviation of the noise in units of `max_norm`; not negative. A number or a tensor
+            `[]`, as are the next two.
         max_norm: the largest norm of a row in the direction, as for `clipped`; 1 for `auto_clipped`; not negative. For
-            `grouped` clipping, the root of the sum of the squares. A number or a tensor `[]`.
+            `grouped` clipping, the root of the sum of the squares.
         batch_size: the expected number of examples in a batch, not that of this batch, which a private sampler draws at
-            random; positive. A number or a tensor `[]`.
+            random; positive.
 
     Returns:
         An `Optimizer` with the state `NoisedState(key, inner)`. Noise and mean are at least float32.
@@ -57,9 +58,9 @@ def noised(
     Guarantees:
         The optimizer inside receives noise of standard deviation `multiplier max_norm / batch_size` in every entry,
         independent of others. The same key gives the same noise on every device, under every transform and on any
-        number of ranks that hold shards; a skipped step leaves it where it is. With multiplier 0, the optimizer inside
-        with the direction divided by `batch_size`. Composes with vmap, grad, jvp and compile. For a grid of bounds c by
-        `vmap`, take `private(max_norm=c)`: another bound of the rule goes unnoticed there.
+        number of ranks that hold shards. With multiplier 0, the optimizer inside with the direction divided by
+        `batch_size`. For a grid of bounds c by `vmap`, take `private(max_norm=c)`: another bound of the rule goes
+        unnoticed there.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
@@ -109,7 +110,7 @@ def _noise(key: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_noise(optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
     """Refuse other things than an optimizer, a key and settings, in the name of the function that the user called."""
-    check_optimizer(optimizer, cure="sgd(0.1).")
+    check_inner(optimizer, cure="sgd(0.1).")
     settings = {**others, "batch_size": batch_size}
     check_settings(tensors=tuple(settings), **settings)
     if not isinstance(batch_size, Tensor) and not batch_size > 0:

@@ -42,16 +42,13 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
     `params - lr (d + momentum v)`.
 
     Args:
-        lr: the learning rate: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
-        momentum: the momentum factor.
+        lr: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
+        momentum: the factor m of the velocity.
         nesterov: whether to use Nesterov momentum.
         weight_decay: the factor of the L2 penalty, half the squared norm of params.
 
     Returns:
-        An `Optimizer` with `SgdState`; params keep their dtypes.
-
-    Guarantees:
-        Pure; composes with vmap (also over lr), grad, jvp and compile. A skipped step does not advance the schedule.
+        An `Optimizer` with `SgdState`.
 
     Source:
         Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form.

@@ -78,12 +78,12 @@ def accumulate(
         losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch.
         parts: the parts of the batch, equally large: for each, the tuple of the arguments after parameters and buffers.
         params: as for `train_state`, and so are `scale` and `buffers`. Each part receives the buffers that the part
-            before returned. `per_example` losses take one scale `[]`.
+            before returned.
         aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
         state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
-        skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone, with its losses and
-            buffers: means are then over the others. The scale backs off as if the step was skipped. A rule that looks
-            at losses alone has seen those of a part whose gradient overflows.
+        skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone: means are then over the
+            others, and the scale backs off. A rule that looks at losses alone has seen those of a part whose gradient
+            overflows.
         group: the ranks, each with parts of its own, as in `weights_fn`: the same number on each rank.
 
     Returns:
@@ -118,8 +118,13 @@ def accumulate(
     plan = plan_of(parts[0], buffers)
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     group = group_of_ranks(group, losses, own)
-    if wanted := _missed(plan, skip, group):
-        raise ValueError(f"{here()}: per_example losses in parts must have {wanted}.")
+    given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
+    wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
+    if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
+        raise ValueError(
+            f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
+            "use step with replicated(group=group)."
+        )
     run = _Run(parts, plan_of, buffers, skip == "part", group)
     if group is not None and state is None:
         check_alike(own, group, "parameters", {"rule": aggregator})
@@ -141,19 +146,6 @@ def accumulate(
         finite, moved, following = verdict if left is None else left.verdict(plan, verdict)
     after = select(moved, (found.memory, next_buffers), (memory, buffers))
     return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *after)
-
-
-def _missed(plan: Plan, skip: str, group: Any) -> str:
-    """What parts of `per_example` losses would need, or nothing."""
-    if plan.kind.several_sets:
-        return "one loss without a name, found several. Pass one"
-    if not plan.kind.rows_are_examples:
-        return ""
-    if plan.scale_state.scale.ndim:
-        return "one scale [], found several. Pass one"
-    if skip == "part":
-        return "skip='step', found 'part'. Return means over the examples"
-    return "" if group is None else "no group, found one. Use step with replicated(group=group)"
 
 
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:

@@ -14,6 +14,7 @@ from functional_jd.core.arguments import check_flag, check_mapping, check_type, 
 from functional_jd.core.sharding import gathered_leaf, laid_out_as
 from functional_jd.core.tree import Position, check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.optimizers.base import Optimizer
+from functional_jd.training.state import few
 
 State = TypeVar("State")
 
@@ -28,12 +29,9 @@ def to_checkpoint(
 ) -> dict[str, Tensor]:
     """Turn a state into a flat dict of plain tensors by dotted name.
 
-    `{"params.0.weight": ..., "optimizer.step": ..., "scale.scale": ..., "functional_jd.version": ...}`
-
     Args:
         state: from `train_state` or `step`, or any pytree of tensors.
-        aggregator: the rule that made the state, whose name is written: rules without a memory have equal states.
-        optimizer: the optimizer that made it, likewise.
+        aggregator, optimizer: those that made the state, whose names are written: states of some are equal.
         whole: whether `DTensor`s are gathered, on all ranks at the same time, for safetensors and for `torch.save` by
             one rank.
 
@@ -86,8 +84,7 @@ def from_checkpoint(
         like: a state with the structure, shapes, dtypes, devices and shards that are expected, such as
             `train_state(params, *batch, **method)`; its values are not used. The exception: a field that was added to
             a record after the checkpoint was written keeps the value of `like`.
-        aggregator: the rule of `like`; needed if the checkpoint names one, which must be the same.
-        optimizer: the optimizer of `like`, likewise.
+        aggregator, optimizer: those of `like`; needed if the checkpoint names one, which must be the same.
 
     Returns:
         A state like `like`: new tensors with the values of the checkpoint.
@@ -110,7 +107,7 @@ def from_checkpoint(
     kept = {name for name in expected if name not in checkpoint and f"{name}.".startswith(added)}
     missing, unknown = sorted({*expected} - kept - {*checkpoint}), sorted({*checkpoint} - {*expected} - _OWN)
     if missing or unknown:
-        found = f"{_few(missing) or 'none'} missing and {_few(unknown) or 'none'} unknown"
+        found = f"{few(missing) or 'none'} missing and {few(unknown) or 'none'} unknown"
         _refuse("the names of `like`", found, _START)
     _check_method(checkpoint, method)
     leaves: list[Any] = []
@@ -154,7 +151,7 @@ def _named(tree: Any, method: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any
             )
     twice = sorted(name for name, count in Counter([*names, *_OWN]).items() if count > 1)
     if twice:
-        raise ValueError(f"{here()}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
+        raise ValueError(f"{here()}: expected leaves with different names, found {few(twice)} twice. Rename the keys.")
     return dict(zip(names, leaves, strict=True)), structure, records
 
 
@@ -174,7 +171,7 @@ def _check_whole(checkpoint: Any) -> None:
     found, expected = _sums(entries), entries[_SUMS].reshape(-1).tolist()
     damaged = [name for (name, value), written in zip(found.items(), expected, strict=False) if value != written]
     if damaged or len(found) != len(expected):
-        others = f"others in {_few(damaged or [_SUMS])}: their checksums differ"
+        others = f"others in {few(damaged or [_SUMS])}: their checksums differ"
         cure = "The file is damaged, or entries were changed: take another checkpoint."
         _refuse("tensors as they were written", others, cure)
 
@@ -215,7 +212,3 @@ def _added(written: dict[str, list[str]], expected: dict[str, list[str]]) -> tup
             _refuse(f"{kind} in {path or 'the state'!r}, as in `like`", was, _START)
         found += [f"{path}.{field}.".removeprefix(".") for field in fields if field not in others]
     return tuple(found)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} others" * (len(names) > 5)

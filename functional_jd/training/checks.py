@@ -28,7 +28,7 @@ from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.state import warn
+from functional_jd.training.state import few, warn
 
 _CURE = "Call functional(model)(params, ...), not model(...)"
 
@@ -92,7 +92,7 @@ def check_learning(
     unreached, reached = _check_reached(values, points, trunk, constant, training)
     if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
         warn(
-            f"{here()}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
+            f"{here()}: no loss reaches {few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
     if mesh is not None or kind.rows_are_examples:  # other ranks and examples may have other graphs
@@ -125,10 +125,9 @@ def _is_half(half: Tensor | None, whole: Tensor | None) -> bool:
 
 
 def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], training: bool) -> None:
-    half = [name for name, x in named.items() if x.dtype == torch.float16]
-    if half and training:
+    if training and (half := [name for name, x in named.items() if x.dtype == torch.float16]):
         warn(
-            f"{here()}: parameters must be in float32 to be trained, found float16 in {_few(half)}, where steps "
+            f"{here()}: parameters must be in float32 to be trained, found float16 in {few(half)}, where steps "
             "below 5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
         )
     gradients = (x for node in nodes_from(nodes) for x in getattr(node, "_input_metadata", ()))
@@ -161,8 +160,7 @@ def _check_reached(
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
     for x in given:
         if not isinstance(x, str) or x not in names:
-            cure = "objective_names(losses) returns them."
-            refuse("constant", f"names of losses, {_few(names)}", x, cure, ValueError)
+            refuse("constant", f"names of losses, {few(names)}", x, "See objective_names(losses).", ValueError)
     reached = [{*_leaves_behind([part])} & {*map(id, points)} for y in tree_leaves(values) for part in _parts(y)]
     if not set(names) <= set(given) and (not any(reached) or not any(points_of_rows & x for x in reached)):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
@@ -172,7 +170,7 @@ def _check_reached(
         )
     unreached = [name for name, leaves in zip(names, reached, strict=True) if not leaves]
     needed = [name for name in unreached if name not in given]
-    text = f"{here()}: all losses must depend on the parameters, found {_few(needed)} without a gradient. {_CURE}"
+    text = f"{here()}: all losses must depend on the parameters, found {few(needed)} without a gradient. {_CURE}"
     if needed and not training:
         warn(f"{text}: their weights mean nothing.")
     elif needed:
@@ -239,10 +237,6 @@ def _leaves_behind(nodes: list[Any]) -> dict[int, Tensor]:
     """The leaf tensors of plain autograd behind some nodes, by id."""
     leaves = [getattr(node, "variable", None) for node in nodes_from([x for x in nodes if x is not None])]
     return {id(x): x for x in leaves if x is not None}
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + " and others" * (len(names) > 3)
 
 
 def detach_parameters(params: Params) -> Params:

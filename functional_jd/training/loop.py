@@ -4,13 +4,14 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from inspect import signature
-from math import hypot, isfinite
+from math import isfinite
 from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.views import loss_vector
 from functional_jd.core.arguments import check_flag, check_function, check_integer, here, refuse
 from functional_jd.core.tree import all_finite, tree_names
 from functional_jd.core.types import Losses
@@ -54,14 +55,13 @@ def fit(
 
     Guarantees:
         Two calls on halves of the batches are one call on all.
-        Whatever ends the loop has the state after the last step as its attribute `state`, unless it has one already:
-        after Ctrl-C, `except KeyboardInterrupt as stopped: state = stopped.state`.
+        The exception that ends the loop has the state after the last step as its attribute `state`, also
+        `KeyboardInterrupt`.
 
     Example:
         >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
-        >>> state, loader = train_state(torch.zeros(2), torch.ones(2), **method), [torch.ones(2)] * 3
-        >>> take, history = functools.partial(step, **method), []
-        >>> state = fit(take, state, loader, on_step=history.append)  # progress=True
+        >>> state, take = train_state(torch.zeros(2), torch.ones(2), **method), functools.partial(step, **method)
+        >>> state = fit(take, state, [torch.ones(2)] * 3, on_step=(history := []).append)  # progress=True
     """
     check_flag("progress", progress)
     if on_step is not None:
@@ -95,11 +95,11 @@ def steps(
     """Take one step per batch, and yield the state and the info after each: `fit` as a loop of your own.
 
     Args:
-        step: as for `fit`, and so are `state`, `batches` and `patience`.
+        step: as for `fit`, and so are `state`, `batches` and `patience`; it raises what `fit` raises.
 
     Returns:
         An iterator of `(state, info)`. Every step starts from the state that the last one returned, whatever the loop
-        assigns to its own variable. It raises what `fit` raises.
+        assigns to its own variable.
 
     Example:
         >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
@@ -126,15 +126,15 @@ def _checked(step: Any, state: Any, batches: Any, patience: Any) -> _Pairs:
     iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
     if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
         refuse("batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
-    return _pairs(step, state, batches, watch)
 
+    def pairs(state: Any) -> _Pairs:
+        for batch in batches:
+            scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
+            state, info = step(state, *given)
+            yield state, info
+            watch.follow(scale, state, info)  # afterwards, so that the last step is seen too
 
-def _pairs(step: Any, state: Any, batches: Iterable[Any], watch: "SkipWatch") -> _Pairs:
-    for batch in batches:
-        scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
-        state, info = step(state, *given)
-        yield state, info
-        watch.follow(scale, state, info)  # afterwards, so that the last step is seen too
+    return pairs(state)
 
 
 def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
@@ -158,13 +158,12 @@ def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
 
 def _summary(losses: Losses) -> dict[str, str]:
     """Up to four losses by name; of more, the mean, or the root of the mean square if they have both signs."""
-    named = named_values(losses)
-    if len(named) <= 4:
-        return {name: f"{value:.4g}" for name, value in named}
-    values = [value for _, value in named]
-    if min(values) < 0 < max(values):
-        return {"rms": f"{hypot(*values) / len(values) ** 0.5:.4g}"}
-    return {"loss": f"{sum(values) / len(values):.4g}"}
+    named, values = named_values(losses), loss_vector(losses)
+    if len(named) > 4 and values.min() < 0 < values.max():
+        named = [("rms", float(values.square().mean().sqrt()))]
+    elif len(named) > 4:
+        named = [("loss", float(values.mean()))]
+    return {name: f"{value:.4g}" for name, value in named}
 
 
 WARN_AFTER, _READ_EVERY = 20, 10  # a scale settles in fewer skipped steps

@@ -40,9 +40,8 @@ def private(
     Args:
         loss: `loss(params, *example) -> scalar` of one example, without the batch dimension; or `per_example` of it,
             for other `in_dims`.
-        max_norm: the largest norm of an example's gradient; positive. A number or a tensor `[]`.
-        noise_multiplier: the standard deviation of the noise in units of `max_norm`; not negative, and a number of 0
-            warns. A number or a tensor `[]`, as `batch_size` is.
+        max_norm: the largest norm of an example's gradient; positive. A number or a tensor `[]`, as are the next two.
+        noise_multiplier: the standard deviation of the noise in units of `max_norm`; not negative. The number 0 warns.
         batch_size: the expected number of examples in a batch, sampling rate times examples in all; positive.
         optimizer: receives the noisy mean: `sgd`, `adamw`, ...
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
@@ -61,8 +60,7 @@ def private(
         A batch without examples, as a Poisson sampler makes them, is a step of pure noise, with one loss of 0.
 
     Limits:
-        Buffers get no noise: keep none that follow the examples. `info` is not private. A step that is not finite is
-        skipped, which depends on the examples. The privacy that is spent is not counted. See `noised` and `clipped`.
+        Buffers get no noise: keep none that follow the examples. `info` is not private. See `noised` and `clipped`.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
@@ -81,11 +79,6 @@ def private(
     check_option("clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
     check_noise(optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
     number("max_norm", max_norm, POSITIVE, "A common value is 1.")
-    if optimizer.search is not None or optimizer.sensitivity is not None:
-        found = "adds noise itself" if optimizer.search is None else "compares losses, which no noise covers"
-        raise ValueError(
-            f"private: expected an optimizer for the noisy mean, found one that {found}. Pass the optimizer inside it."
-        )
     if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
         warnings.warn(
             "private: noise_multiplier 0 adds no noise, so that nothing is protected. A common value is 1.",

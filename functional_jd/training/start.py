@@ -45,9 +45,9 @@ def train_state(
         losses: as for `step`, and so are `aggregator`, `optimizer`, `engine` and `has_aux`.
         scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None`: no scale.
             It goes where the parameters are, and so do buffers and keys.
-        buffers: pytree of tensors that the losses take after the parameters and return with the losses, such as
-            `dict(model.named_buffers())` for `functional(model)`, or a key; `()` if there are none. They are copied.
-            Derivatives reach them under a transform; for plain autograd, put them in by `state._replace(buffers=...)`.
+        buffers: pytree of tensors that the losses take and return, such as `dict(model.named_buffers())` for
+            `functional(model)`, or a key. They are copied. Derivatives reach them under a transform; for plain
+            autograd, put them in by `state._replace(buffers=...)`.
         constant: names of losses, as `objective_names` gives them, that may have no gradient on this batch, such as
             those of a task without labels in it.
 
@@ -55,8 +55,7 @@ def train_state(
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
 
     Raises:
-        TypeError: parameters that are not floating-point tensors; losses that do not return what the buffers and
-            `has_aux` need.
+        TypeError: parameters that are not floating-point tensors; what `step` raises.
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise without effect (`noised`); losses that change
             parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit

@@ -111,6 +111,10 @@ def warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=user_level())
 
 
+def few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} others" * (len(names) > 5)
+
+
 def note_other_optimizer(state: TrainState, optimizer: Optimizer, error: Exception) -> None:
     """Add a note to an error, if the state is one of another optimizer or for other parameters."""
     if torch.compiler.is_compiling() or is_out_of_memory(error):

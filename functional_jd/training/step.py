@@ -42,25 +42,23 @@ def step(
             with a name that ends in `key`) is split: every example receives its own, and the next step another.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
-        engine: `"jacobian"` computes all rows; `"gramian"` their inner products or norms, without forming `[m, n]`
-            where layers allow; `"weighted"`, for rules that need no gradients, takes one backward pass; `"auto"` takes
-            the one that `chosen_engine` returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
+        engine: `"jacobian"`, `"gramian"`, `"weighted"`, or `"auto"`: the one that `chosen_engine` returns. Or an
+            `Engine`: `jacobian_engine(chunk_size=8)`.
         has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.
 
     Returns:
         `(TrainState, StepInfo(losses, weights, finite, moved, gramian, aux))`.
 
     Raises:
-        TypeError, ValueError: errors of `jacobian_fn` and `aggregate`; losses that do not take this batch, or do not
-            return what `has_aux` and the buffers need; an engine that is unknown, or does not serve the rule; a state
-            of another rule, optimizer or model; noise without effect (`noised`). Never because of values.
+        TypeError, ValueError: errors of `jacobian_fn` and `aggregate`; losses that do not return what `has_aux` and the
+            buffers need; an engine that does not serve the rule; a state of another rule, optimizer or model; noise
+            without effect (`noised`). Never because of values.
 
     Guarantees:
         Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
         skipped step changes nothing but the scale.
-        Each row's scale follows its own flag. A loss that is not finite flags itself alone, and no scale moves. Rules
-        that need no gradients take one backward pass at the largest scale that serves all: if it overflows, all flags
-        are false, except that `multitask` losses have their own as far as the features.
+        Each row's scale follows its own flag. A loss that is not finite flags itself alone, and no scale moves. One
+        backward pass for all rows, as `weighted_engine` takes it, has one flag for all.
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
         Does not synchronize with the device, unless the docstring of the rule tells otherwise.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;

@@ -41,7 +41,7 @@ class FoundWeights(NamedTuple):
     Attributes:
         weights: `[m]`, one per loss, in leaf order, in the dtype of the losses, at least float32.
         losses: the values.
-        state: what the rule remembers, for the next call; None where a first batch was not finite.
+        state: what the rule remembers, for the next call.
     """
 
     weights: Tensor
@@ -59,7 +59,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     Args:
         losses: `losses(params, *batch)`, as for `jacobian_fn`, or made by `distributed.sharded`. The values of an
             `nn.Parameter` are taken, so that weights are constants; other tensors keep their graph.
-        aggregator: the rule; one that weights rows, not single entries.
+        aggregator: the rule.
         group: the ranks, each with its own part of the batch, such as `torch.distributed.group.WORLD`. The weights are
             those of the whole batch, the same bits on all ranks, for the mean of the ranks' gradients. `False`: those
             of this rank's part alone. `None`: there is one rank, or the losses are made by `distributed.sharded`.
@@ -81,12 +81,10 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             gradient, or weights that carry a graph to a leaf tensor that is not an `nn.Parameter`.
 
     Guarantees:
-        With constant weights, the gradient of `weights @ losses` is the direction of `aggregate`, except for heads.
-        Weights that cancel are the smallest that autograd can sum to this direction, zero if it would be rounding;
-        under transforms and with `solver="device"` they stay as found.
-        A gradient that is not finite gives weights that are not finite if the rule looks at gradients, so that a
-        `GradScaler` skips the step and backs off. Then, or if a loss is not finite, the state that was given is
-        returned: None in a call without one, so that the rule starts with the next batch (not under a transform).
+        Weights that cancel are the smallest that autograd can sum to the direction, zero if it would be rounding; under
+        transforms and with `solver="device"` they stay as found.
+        If a loss or a weight is not finite, the state that was given is returned: None in a call without one, so that
+        the rule starts with the next batch (not under a transform). A `GradScaler` skips the step then.
         Pure; composes with vmap, grad, jvp and compile.
 
     Example:
@@ -121,8 +119,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 def weights_and_memory(
     plan: Plan, seen: Observation, state: Tree, replicate: Any, finite: Tensor | None = None
 ) -> tuple[Tensor, Tree]:
-    """The weights of an observation, on the device of the losses, and what the rule remembers. Without a state it
-    starts, from that of the first rank if there is `replicate`. It forgets a batch that is not finite, or is flagged.
+    """The weights of an observation, on the device of the losses, and what the rule remembers of a finite batch; of the
+    first rank's, if it starts and there is `replicate`.
     """
     memory = state
     with autocast_disabled():
@@ -157,19 +155,11 @@ def _warn_of_graph(params: Params) -> None:
             return
 
 
-def group_of_ranks(group: Any, losses: LossFunction, params: Params) -> Any:
-    """`group_of_batch` of these losses and parameters."""
-    sharded = mesh_of(losses) is not None
-    whole = sharded or any(mesh.size() == dist.get_world_size() for mesh in meshes_of(tree_leaves(params)))
-    found = group_of_batch(group, whole)
-    if found is not None and sharded:
-        refuse("group", "None for losses of sharded(losses, mesh)", found, "Leave it out.", ValueError)
-    return found
-
-
-def group_of_batch(group: Any, whole: bool = False) -> Any:
-    """The group whose ranks have a part of the batch each; None if this rank has it, or each shard (`whole`)."""
+def group_of_ranks(group: Any, losses: Any, params: Params) -> Any:
+    """The group whose ranks have a part of the batch each; None if this rank has it, or if all ranks have shards."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    sharded = mesh_of(losses) is not None
+    whole = sharded or any(mesh.size() == ranks for mesh in meshes_of(tree_leaves(params)))
     if group is False or (group is None and (whole or ranks == 1)):
         return None
     if not isinstance(group, dist.ProcessGroup):
@@ -178,6 +168,8 @@ def group_of_batch(group: Any, whole: bool = False) -> Any:
             "group=torch.distributed.group.WORLD for the weights of the whole batch, or group=False for those of this "
             "rank alone."
         )
+    if sharded:
+        refuse("group", "None for losses of sharded(losses, mesh)", group, "Leave it out.", ValueError)
     return group
 
 
@@ -186,7 +178,7 @@ class Weighed(NamedTuple):
     """The result of `weigh`.
 
     Attributes:
-        weights: `[m]`, one per loss, in leaf order; constants, in the dtype of the losses, at least float32.
+        weights: as in `FoundWeights`, and constants.
         state: what the rule remembers, for the next call; what was given, where a loss or a weight is not finite.
         finite: bool with the scale's shape, `[m]` without a scale: which losses and rows are finite, for
             `update_scale`.
@@ -215,7 +207,7 @@ def weigh(
         losses: a tensor `[m]`, or a pytree of tensors with m elements, each with the graph of the model.
         parameters: the tensors to differentiate by, such as `model.parameters()`: an iterable or a
             pytree. Those that do not require grad are left out. Heads of one loss alone need not be among them.
-        aggregator: the rule; one that weights rows, not single entries.
+        aggregator: the rule.
         state: what the last call returned; None for the rule's initial state.
         scale: a loss scale `[]` or `[m]`, a factor of the losses while they are differentiated.
         features: tensors in the graph that all losses share, such as the output of the trunk. The rows are then the
@@ -223,8 +215,8 @@ def weigh(
         group: the ranks, each with its own part of the batch, as in `weights_fn`: rows and losses are means over them.
 
     Returns:
-        `Weighed(weights, state, finite)`. A rule that needs no gradients, such as `mean`, costs no backward pass; any
-        other costs one for each loss, and memory for the m rows. The graph is kept for the pass that follows.
+        `Weighed(weights, state, finite)`. Rules that need gradients cost a backward pass for each loss, and memory for
+        the m rows. The graph is kept for the pass that follows.
 
     Raises:
         TypeError: `aggregator` is not a rule, a loss not a floating-point tensor, `scale` not a `ScaleState`.
@@ -251,7 +243,8 @@ def weigh(
     m = loss_count(losses)
     if not m:
         raise ValueError(f"{here()}: losses must have at least one element, found none. Pass those of a batch.")
-    if (group := group_of_batch(group)) is not None and features is not None:  # those of other ranks are others
+    group = group_of_ranks(group, None, ())
+    if group is not None and features is not None:  # those of other ranks are others
         refuse("features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
     factor = None if scale is None else scale.scale
     factors = row_scales(Plan(False, factor, False), m, tree_leaves(losses)[0])
@@ -283,8 +276,7 @@ def _observed(
     outputs, m = tree_leaves(losses), len(factors)
 
     def pullback(cotangent: list[Tensor | None]) -> list[Tensor | None]:
-        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None]
-        ys, cotangents = zip(*pairs, strict=True)
+        ys, cotangents = zip(*[(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None], strict=True)
         return to_dense(torch.autograd.grad(ys, points, cotangents, retain_graph=True, allow_unused=True))
 
     found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)

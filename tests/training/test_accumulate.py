@@ -241,8 +241,8 @@ def test_what_is_refused():
             ValueError,
             r"the same losses.*return 0 \* another loss",
         ),
-        (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, "one scale"),
-        (lambda: call(parts(), KINDS["per_example"][0], skip="part"), ValueError, "skip='step', found 'part'"),
+        (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, r"no scale \[m\]"),
+        (lambda: call(parts(), KINDS["per_example"][0], skip="part"), ValueError, "no skip='part', found one"),
         (lambda: call(parts(), skip="all"), ValueError, "skip must be one of step, part"),
         (lambda: call(parts(), scale=jd.scale_state(shape=2)), ValueError, r"of shape \[\] or \[3\]"),
     ]
