@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copy_each
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
+from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
@@ -102,14 +103,12 @@ def adamw(
         directions, first, second = map(partial(leaves_like, structure), (direction, state.first, state.second))
         rate = current_rate(lr, state.steps)
         fits, alike = state.steps.ndim == 0, True
-        for p, d, m, v in zip(leaves, directions, first, second, strict=True):
+        for k, (p, d, m, v) in enumerate(zip(leaves, directions, first, second, strict=True)):
             fits = fits and p.shape == d.shape == m.shape == v.shape
             alike = alike and p.dtype == v.dtype
             if v.dtype == torch.float16:
-                raise ValueError(
-                    "adamw: averages must be in float32, found float16, where squares below 6e-8 vanish. Start again "
-                    "with init(params)."
-                )
+                cure = "Squares below 6e-8 vanish: start again with init(params)."
+                refuse(f"the average of {tree_names(params)[k]!r}", "in float32", v, cure, ValueError)
         if not fits:
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(

@@ -86,8 +86,6 @@ def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Ten
     shards = [leaf.to(dtype) for leaf in map(shard_of, leaves)]
     promoted = [shard for shard in shards if shard.numel()]
     zero = shards[0].new_zeros((), dtype=dtype)
-    if not promoted and not any_sharded(leaves):
-        return zero + 1, zero
     peak = torch.stack([zero, *(shard.detach().abs().amax() for shard in promoted)]).amax()
     peak = over_all_ranks("most", peak, leaves)
     unit = torch.where((peak > 0) & (peak < torch.inf), peak, 1)

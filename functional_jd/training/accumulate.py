@@ -118,13 +118,7 @@ def accumulate(
     plan = plan_of(parts[0], buffers)
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     group = group_of_ranks(group, losses, own)
-    given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
-    wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
-    if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
-        raise ValueError(
-            f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
-            "use step with replicated(group=group)."
-        )
+    _check_examples(plan, skip, group)
     run = _Run(parts, plan_of, buffers, skip == "part", group)
     if group is not None and state is None:
         check_alike(own, group, "parameters", {"rule": aggregator})
@@ -146,6 +140,16 @@ def accumulate(
         finite, moved, following = verdict if left is None else left.verdict(plan, verdict)
     after = select(moved, (found.memory, next_buffers), (memory, buffers))
     return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *after)
+
+
+def _check_examples(plan: Plan, skip: str, group: Any) -> None:
+    given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
+    wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
+    if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
+        raise ValueError(
+            f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
+            "use step with replicated(group=group)."
+        )
 
 
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:

@@ -288,7 +288,5 @@ def verdict_of(
 
 def _finite_values(values: Tree, scale: Tensor) -> Tensor:
     """Which losses and weights are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
-    leaves = tree_leaves(values)
-    scalars = all(leaf.ndim == 0 for leaf in leaves)
-    joined = torch.stack(leaves) if scalars else torch.cat([leaf.reshape(-1) for leaf in leaves])
+    joined = torch.cat([leaf.reshape(-1) for leaf in tree_leaves(values)])
     return torch.linalg.vector_norm(joined.detach().reshape(-1, *scale.shape), torch.inf, dim=0) < torch.inf

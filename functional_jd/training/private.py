@@ -16,10 +16,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.noised import check_noise, noised
 
 _CLIPPINGS = {"flat": clipped, "automatic": lambda max_norm: auto_clipped(max_norm=max_norm)}
-_OTHERS = (
-    'The default is "flat". By layers: replace the aggregator of what is returned by grouped({key: clipped(max_norm / '
-    "k**0.5), ...}), with the k top-level keys of the parameters."
-)
+_OTHERS = "Leave it out. By layers: replace the aggregator by grouped({key: clipped(max_norm / k**0.5), ...})."
 
 
 def private(
