@@ -43,8 +43,6 @@ def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -
         right = _weighted(right, weights, alone=len(left) < m)
     else:
         left = _weighted(left, weights, alone=len(right) < m)
-    if left.dtype is right.dtype and left.shape[2] == 1 and left.is_contiguous() and right.is_contiguous():
-        return (left.flatten(0, 2).mT @ right.flatten(0, 2)).reshape(leaf.shape).to(leaf.dtype)
     # The positions last, as they are in memory: pixels next to one another are copied in runs.
     left, right = (side.to(dtype).permute(2, 3, 0, 1).flatten(2) for side in (left, right))
     total = left[0] @ right[0].mT if len(left) == 1 else left @ right.mT
@@ -188,13 +186,8 @@ def _inner_products(f: Factors, m: int) -> Tensor:
     if len(f.left) == len(f.right):
         return _pairs(_in_float64(f))
     common, own = (f.left, f.right) if len(f.left) < m else (f.right, f.left)
-    own, common = own.double(), common if common.ndim == 2 else common.double()
-    alike = _products_of_positions(common, common)
-    if len(alike) == 1:  # einsum would copy
-        across = torch.bmm(alike.expand(len(own), *alike.shape[1:]), own.squeeze(2))
-    else:
-        across = torch.einsum("gpq,mqgo->mpgo", alike, own)
-    return own.flatten(1) @ across.flatten(1).mT
+    own, common = own.double().movedim(2, 1), common if common.ndim == 2 else common.double()
+    return own.flatten(1) @ (_products_of_positions(common, common) @ own).flatten(1).mT
 
 
 def _pairs(f: Factors) -> Tensor:
@@ -296,44 +289,45 @@ def _looked_up(indices: Tensor, side: Tensor) -> Tensor:
 
 
 def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
-    """Whether inner products of factors take less time than rows, by multiplications and by elements moved."""
-    positions, groups, i = f.right.shape[1:]
-    lookup = f.left.ndim == 2
-    o = leaf.shape[0] if lookup else f.left.shape[-1]
-    rows = positions * m * i * (1 if lookup else groups * o) // 2 + _price(m) * i * groups * o
-    if len(f.left) == len(f.right):
-        n = positions * m
-        return groups * (_price(n) * (i + (1 if lookup else o)) + 2 * _MOVED * n * n) < rows
-    common, own = (o, i) if len(f.left) < m else (i, o)
-    alike = positions * positions * ((1 if lookup else common) + _MOVED)
-    return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
+    """Whether inner products of rows take less time from factors than from rows."""
+    positions = f.right.shape[1]
+    n = positions * m
+    pairs = _halved(n), _halved(n)
+    if len(f.left) != len(f.right):
+        shared, own = positions * positions, n * (positions + m)
+        pairs = (shared, own) if len(f.left) < m else (own, shared)
+    return _pairs_are_cheaper(f, leaf, pairs, n, _halved(m) + m * _MOVED)
 
 
 def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int) -> bool:
     """Whether norms take less time from inner products of positions ("ghost norms") than from the rows."""
-    positions = sum(f.right.shape[1] for f in factors)
-    groups, i = factors[0].right.shape[2:]
-    o = leaf.numel() // max(1, groups * i)
+    looked_up = [f.left.ndim == 2 for f in factors]
+    pairs = sum(f.right.shape[1] for f in factors) ** 2
     # A side that all rows share is multiplied once.
-    left, right = (max(len(f[side]) for f in factors) for side in (0, 1))
-    columns = left * (1 if all(f.left.ndim == 2 for f in factors) else o) + right * i
-    pairs = groups * positions * positions * (columns + _MOVED * (left + right + m))
-    rows = m * leaf.numel() * (sum(1 if f.left.ndim == 2 else f.right.shape[1] for f in factors) // 2 + 3 * _MOVED)
-    return pairs < rows
+    left, right = (pairs * max(len(f[side]) for f in factors) for side in (0, 1))
+    summed = m * sum(1 if lookup else f.right.shape[1] for f, lookup in zip(factors, looked_up, strict=True))
+    return _pairs_are_cheaper(factors[looked_up.index(min(looked_up))], leaf, (left, right), summed, 3 * m * _MOVED)
 
 
 def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> bool:
     """Whether inner products of the rows of two batches take less time from factors than from rows."""
-    rows, others = f.right.shape[0] * f.right.shape[1], other.right.shape[0] * other.right.shape[1]
+    (m, positions), (k, others) = f.right.shape[:2], other.right.shape[:2]
+    n, n_others = m * positions, k * others
+    return _pairs_are_cheaper(f, leaf, (n * n_others,) * 2, n + n_others, m * k + (m + k) * _MOVED)
+
+
+def _pairs_are_cheaper(f: Factors, leaf: Tensor, pairs: tuple[int, int], summed: int, products: int) -> bool:
+    """Whether inner products of so many pairs of positions, on the left and on the right, take less time than rows.
+
+    To form rows takes as many outer products as positions are `summed`; then follow multiplications for each element.
+    """
     groups, i = f.right.shape[2:]
     lookup = f.left.ndim == 2
-    o = leaf.shape[0] if lookup else f.left.shape[-1]
-    pairs = groups * rows * others * (i + (1 if lookup else o) + 2 * _MOVED)
-    m, k = f.right.shape[0], other.right.shape[0]
-    formed = (rows + others) * leaf.numel() // 2 + (m + k) * leaf.numel() * _MOVED
-    return pairs < formed + m * k * leaf.numel()
+    o = 1 if lookup else f.left.shape[-1]
+    apart = groups * (pairs[0] * (o + _MOVED) + pairs[1] * (i + _MOVED))
+    return apart < summed * (i if lookup else leaf.numel()) // 2 + products * leaf.numel()
 
 
-def _price(n: int) -> int:
-    """Multiplications per column for the inner products of n rows: what lies off the diagonal is computed once."""
-    return n * ((n + min(n, HALVE_FROM // 2)) // 2 + _MOVED)
+def _halved(n: int) -> int:
+    """How many inner products of n rows are computed: those off the diagonal once."""
+    return n * (n + min(n, HALVE_FROM // 2)) // 2
