@@ -6,23 +6,21 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import weighted_sum
+from functional_jd.aggregation.combine import products_of_rows, weighted_sum
 from functional_jd.core.rows import (
     HALVE_FROM,
-    LEAST_WIDTH,
     as_matrix,
     block_size,
     cross_inner_products,
     inner_products,
     squared_norms,
 )
+from functional_jd.core.tree import tree_flatten
 from functional_jd.engines.gramian.layers import Factors
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
 # Price of writing an element and reading it again, in multiplications of float64 (float32 does two at a time).
 _MOVED = 12
-# Rows of so many elements that one product of several leaves is faster than one product for each.
-_JOINED = 1 << 15
 
 
 def _in_float32(f: Factors) -> Factors:
@@ -120,35 +118,25 @@ def products_of_leaves(
 ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
     """The inner products of the rows of all leaves, `[m, m]`, or, unless a `"gramian"` is needed, the squared norms
     `[m]`; and the pullback of weights. The rows of a leaf are the sum of its parts.
-
-    The rows of small leaves are joined, as calls cost more than their work.
     """
     norms_only = needed != "gramian"
-    of_rows = squared_norms if norms_only else inner_products
     blocks: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
-    small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    rows: dict[int, Tensor] = {}  # of leaves without factors
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
-        rows = [part for part in own if isinstance(part, Tensor)]
-        is_small = leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED
-        if is_small and rows and len(rows) == len(own):
-            total = sum(rows[1:], start=rows[0])
-            dtype = torch.promote_types(torch.promote_types(total.dtype, leaf.dtype), torch.float32)
-            small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
+        if own and all(isinstance(part, Tensor) for part in own):
+            rows[index] = (total := rows_of_parts(own, leaf, m)).to(torch.promote_types(total.dtype, leaf.dtype))
         else:
             blocks[index] = block_of(own, leaf, m, norms_only=norms_only)
-    joined = [(list(rows), torch.cat(list(rows.values()), 1)) for rows in small.values()]
-    products = [own for own, _ in blocks.values()] + [of_rows(rows) for _, rows in joined]
+    products = [own for own, _ in blocks.values()]
+    of_rows, pull_rows = products_of_rows(*tree_flatten([*rows.values()]), needed) if rows else (None, None)
 
     def pullback(weights: Tensor) -> list[Tensor]:
         found = {index: pull(weights) for index, (_, pull) in blocks.items()}
-        for indices, rows in joined:
-            dtype = torch.promote_types(rows.dtype, weights.dtype)
-            pieces = (weights.to(dtype) @ rows.to(dtype)).split([leaves[index].numel() for index in indices])
-            for index, piece in zip(indices, pieces, strict=True):
-                found[index] = piece.reshape(leaves[index].shape).to(leaves[index].dtype)
-        return [found[index] for index in range(len(leaves))]
+        if pull_rows is not None:
+            found |= dict(zip(rows, pull_rows(weights), strict=True))
+        return [found[index].to(leaf.dtype) for index, leaf in enumerate(leaves)]
 
-    total = reduce(torch.add, products)
+    total = reduce(torch.add, products if of_rows is None else [*products, of_rows])
     # Products of factors round differently on either side.
     return total if norms_only else (total + total.mT) / 2, pullback
 

@@ -207,8 +207,7 @@ def test_leaves_joined_equal_leaves_apart(m, leaves, small, seed):
     parts.append([Factors(numbers(m, 2, 1, 3, seed=seed), numbers(m, 2, 1, 2, seed=seed + 1))])
     likes.append(torch.zeros(3, 2, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "LEAST_WIDTH", -1)
-        patch.setattr(products, "_JOINED", small)
+        patch.setattr("functional_jd.core.rows.widest_join", lambda *_: small)
         gramian, pullback = products_of_leaves(parts, likes, m)
     rows = torch.cat([rows_of_parts(own, like.shape, m) for own, like in zip(parts, likes, strict=True)], 1)
     assert gramian.dtype == torch.float64
