@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -
     else:
         left = _weighted(left, weights, alone=len(right) < m)
     # The positions last, as they are in memory: pixels next to one another are copied in runs.
-    left, right = (side.to(dtype).permute(2, 3, 0, 1).flatten(2) for side in (left, right))
+    left, right = [side.to(dtype).permute(2, 3, 0, 1).flatten(2) for side in (left, right)]
     total = left[0] @ right[0].mT if len(left) == 1 else left @ right.mT
     return total.reshape(leaf.shape).to(leaf.dtype)
 
@@ -123,8 +124,9 @@ def products_of_leaves(
     blocks: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
     rows: dict[int, Tensor] = {}  # of leaves without factors
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
-        if own and all(isinstance(part, Tensor) for part in own):
-            rows[index] = (total := rows_of_parts(own, leaf, m)).to(torch.promote_types(total.dtype, leaf.dtype))
+        if own and Factors not in map(type, own):
+            total: Any = reduce(torch.add, own)
+            rows[index] = total.to(torch.promote_types(total.dtype, leaf.dtype))
         else:
             blocks[index] = block_of(own, leaf, m, norms_only=norms_only)
     products = [own for own, _ in blocks.values()]
@@ -280,7 +282,7 @@ def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
     """Whether inner products of rows take less time from factors than from rows."""
     positions = f.right.shape[1]
     n = positions * m
-    pairs = _halved(n), _halved(n)
+    pairs = (_halved(n),) * 2
     if len(f.left) != len(f.right):
         shared, own = positions * positions, n * (positions + m)
         pairs = (shared, own) if len(f.left) < m else (own, shared)
