@@ -13,7 +13,7 @@ from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.slow_path import attempt
-from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.torch_compat.watching import StateJournal, watched
 
 Dims = int | None | Sequence[int | None]
 """The dimension of the examples: one for all arguments, or one per argument; `None` marks a shared argument."""
@@ -37,20 +37,10 @@ class PerExample(Declared):
         if torch.compiler.is_compiling():
             return torch.vmap(self.loss, in_dims=dims, randomness="different")(params, *batch)
         journal = StateJournal()
-
-        def watched(*given: Any) -> Any:
-            with journal.watch(examples=True):
-                return self.loss(*given)
-
-        def together() -> Losses:
-            return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
-
-        def one_by_one() -> Losses:
-            with journal.watch(examples=True):
-                return self.one_by_one(params, *batch)
-
-        instead = "evaluates one example after the other"
-        return attempt(together, one_by_one, instead=instead, journal=journal)
+        together = torch.vmap(watched(self.loss, journal, examples=True), in_dims=dims, randomness="different")
+        one_by_one = watched(self.one_by_one, journal, examples=True)
+        ways = partial(together, params, *batch), partial(one_by_one, params, *batch)
+        return attempt(*ways, instead="evaluates one example after the other", journal=journal)
 
     def one_by_one(self, params: Params, *batch: Tree) -> Losses:
         return stacked([self.of_one(params, *example) for example in self.examples(batch)])

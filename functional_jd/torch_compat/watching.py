@@ -97,9 +97,9 @@ class StateJournal:
         if not again:
             self.before.clear()
 
-    def watch(self, *, examples: bool = False) -> TorchFunctionMode:
-        """A mode that notes every op, and for the loss of one example does what `Watch` says."""
-        return Watch(self, transform_level() if examples else None)
+    def watch(self) -> TorchFunctionMode:
+        """A mode that notes every op."""
+        return Watch(self, None)
 
 
 class Watch(TorchFunctionMode):

@@ -309,7 +309,7 @@ def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> boo
 def _pairs_are_cheaper(f: Factors, leaf: Tensor, pairs: tuple[int, int], summed: int, products: int) -> bool:
     """Whether inner products of so many pairs of positions, on the left and on the right, take less time than rows.
 
-    To form rows takes as many outer products as positions are `summed`; then follow multiplications for each element.
+    To form rows takes one outer product for each of the `summed` positions, and then multiplications by element.
     """
     groups, i = f.right.shape[2:]
     lookup = f.left.ndim == 2
