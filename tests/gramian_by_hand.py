@@ -117,69 +117,38 @@ def check_autocast(model, kind, dtype, tolerance, monkeypatch):
     return case
 
 
-def step_linear(p, x, w):
-    return F.linear(x, p[w])
-
-
-def step_biased(p, x, w):
-    return F.linear(x, p[w], p["b"])
-
-
-def step_right(p, x, w):
-    return x @ p[w]
-
-
-def step_transposed(p, x, w):
-    return torch.matmul(x, p[w].mT)
-
-
-def step_twice_transposed(p, x, w):
-    return F.linear(x, p[w].T.t())
-
-
-def step_left(p, x, w):
-    return (p[w] @ x.mT).mT
-
-
-def step_scaled(p, x, w):
-    return x * p[w].diagonal() + p[w][0]
-
-
-def step_looked_up(p, x, w):
-    """Positions that all examples share."""
-    return x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2)
-
-
-def step_convolved(p, x, w):
-    return F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT
-
-
-def step_normed(p, x, w):
-    return F.layer_norm(x, (3,), p[w][0], p["b"], eps=0.1) + F.rms_norm(x, (3,), p[w][:, 1], eps=0.1)
-
-
-def step_normed_by_channel(p, x, w):
+def _normed_by_channel(p, x, w):
     x = F.group_norm(x.mT, 1, p["b"], p[w][1], eps=0.1)
     return F.prelu(F.instance_norm(x, weight=p[w].mT[2], bias=p["b"], eps=0.1), p["b"]).mT
 
 
-def step_cut(p, x, w):
+def _cut(p, x, w):
     first, rest = p[w].split([1, 2])
     return F.pad(F.linear(x, rest, p["b"][1:]), (1, 0)) - x @ first.T * p["b"]
 
 
-def step_attended(p, x, w):
+def _attended(p, x, w):
     x, heads = x.transpose(0, 1), {"q_proj_weight": p["u"], "k_proj_weight": p[w], "v_proj_weight": p["v"]}
     fixed = (3, 3, None, p[w].flatten(), None, None, False, 0.0, p["u"], p["b"])
     return F.multi_head_attention_forward(x, x, x, *fixed, use_separate_proj_weight=True, **heads)[0].transpose(0, 1)
 
 
-def step_hidden(p, x, w):
-    """A custom function takes the weight: no mode sees it."""
-    return x * Cube.apply(p[w]).mean()
-
-
-STEPS = {name.removeprefix("step_"): f for name, f in list(globals().items()) if name.startswith("step_")}
+STEPS = {
+    "linear": lambda p, x, w: F.linear(x, p[w]),
+    "biased": lambda p, x, w: F.linear(x, p[w], p["b"]),
+    "right": lambda p, x, w: x @ p[w],
+    "transposed": lambda p, x, w: torch.matmul(x, p[w].mT),
+    "twice_transposed": lambda p, x, w: F.linear(x, p[w].T.t()),
+    "left": lambda p, x, w: (p[w] @ x.mT).mT,
+    "scaled": lambda p, x, w: x * p[w].diagonal() + p[w][0],
+    "looked_up": lambda p, x, w: x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2),  # by all examples alike
+    "convolved": lambda p, x, w: F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT,
+    "normed": lambda p, x, w: F.layer_norm(x, (3,), p[w][0], p["b"], 0.1) + F.rms_norm(x, (3,), p[w][:, 1], 0.1),
+    "normed_by_channel": _normed_by_channel,
+    "cut": _cut,
+    "attended": _attended,
+    "hidden": lambda p, x, w: x * Cube.apply(p[w]).mean(),  # no mode sees the weight in a custom function
+}
 
 
 def network(steps, kind, seed):

@@ -19,38 +19,14 @@ from functional_jd.core.tree import all_finite
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDES = [
-    f"guides/{page}"
-    for page in (
-        "objectives",
-        "private",
-        "diagnose",
-        "own_rule",
-        "recipes",
-        "compile",
-        "fronts",
-        "physics",
-        "devices",
-    )
-]
+GUIDES = "objectives private diagnose own_rule recipes compile fronts physics devices trainers"
+OTHERS = "reference coming_from rules evidence benchmarks limits contributing"
 PAGES = {
     path: path.read_text(encoding="utf-8")
     for path in [
         ROOT / "README.md",
-        *(
-            ROOT / f"docs/{page}.md"
-            for page in [
-                *GUIDES,
-                "guides/trainers",
-                "reference",
-                "coming_from",
-                "rules",
-                "evidence",
-                "benchmarks",
-                "limits",
-                "contributing",
-            ]
-        ),
+        *(ROOT / f"docs/guides/{page}.md" for page in GUIDES.split()),
+        *(ROOT / f"docs/{page}.md" for page in OTHERS.split()),
     ]
 }
 REPORTS = [

@@ -219,48 +219,20 @@ def complex_numbers() -> Model:
     return Model({"w": numbers(5, 4), "phase": numbers(WIDTH, seed=1)}, predict, mlp().inputs)
 
 
-def branching() -> Model:
-    """A Python `if` on values."""
-    inner = mlp()
+def on_mlp(change: Callable[[Tensor, Tensor], Tensor], **cannot: bool) -> Callable[[], Model]:
+    """Models whose prediction is `change(that of an mlp, inputs)`."""
 
-    def predict(params, x):
-        y = inner.predict(params, x)
-        return y.sin() if bool((y.sum() > 0).item()) else y.cos()
+    def made() -> Model:
+        inner = mlp()
+        return inner._replace(predict=lambda params, x: change(inner.predict(params, x), x), **cannot)
 
-    return inner._replace(predict=predict, examples=False, func=False)
-
-
-def masked() -> Model:
-    """Boolean masks and advanced indexing."""
-    inner = mlp()
-
-    def predict(params, x):
-        y = inner.predict(params, x)
-        kept = y[x[:, 0] > 0]
-        return y[:, [2, 0, 0]] + kept.sum()
-
-    return inner._replace(predict=predict, examples=False)
+    return made
 
 
-def in_place() -> Model:
-    inner = mlp()
-
-    def predict(params, x):
-        y = inner.predict(params, x)
-        y *= 2
-        y[:, 0] = torch.relu_(y[:, 1] + 0)
-        return y.tanh_()
-
-    return inner._replace(predict=predict)
-
-
-def dropout() -> Model:
-    """Draws from torch's global generator: equal only from the same seed and when evaluated once, all rows together.
-
-    Forward mode evaluates once per parameter, and vmap over examples draws in another order than a loop.
-    """
-    inner = mlp()
-    return inner._replace(predict=lambda params, x: nn.functional.dropout(inner.predict(params, x), 0.5), single=False)
+def overwritten(y, _):
+    y *= 2
+    y[:, 0] = torch.relu_(y[:, 1] + 0)
+    return y.tanh_()
 
 
 def checkpointed() -> Model:
@@ -285,29 +257,12 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * gradient
 
 
-class NumpyCube(torch.autograd.Function):
+class NumpyCube(Cube):
     """Leaves torch in its backward pass."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
 
     @staticmethod
     def backward(ctx, gradient):
         return torch.from_numpy(3 * ctx.saved_tensors[0].detach().numpy() ** 2 * gradient.numpy())
-
-
-def custom_function() -> Model:
-    inner = mlp()
-    predict = lambda params, x: Cube.apply(inner.predict(params, x))
-    return inner._replace(predict=predict, func=False, examples=False)
-
-
-def numpy_backward() -> Model:
-    inner = mlp()
-    predict = lambda params, x: NumpyCube.apply(inner.predict(params, x))
-    return inner._replace(predict=predict, func=False, examples=False, vmap=False)
 
 
 def sparse_embedding() -> Model:
@@ -426,13 +381,17 @@ MODELS: dict[str, Callable[[], Model]] = {
     "mixed": mixed,
     "nested": nested,
     "complex": complex_numbers,
-    "branching": branching,
-    "masked": masked,
-    "in_place": in_place,
-    "dropout": dropout,
+    # A Python `if` on values.
+    "branching": on_mlp(lambda y, _: y.sin() if bool((y.sum() > 0).item()) else y.cos(), examples=False, func=False),
+    # Boolean masks and advanced indexing.
+    "masked": on_mlp(lambda y, x: y[:, [2, 0, 0]] + y[x[:, 0] > 0].sum(), examples=False),
+    "in_place": on_mlp(overwritten),
+    # Draws from torch's global generator: equal only from the same seed and when evaluated once, all rows together.
+    # Forward mode evaluates once per parameter, and vmap over examples draws in another order than a loop.
+    "dropout": on_mlp(lambda y, _: nn.functional.dropout(y, 0.5), single=False),
     "checkpointed": checkpointed,
-    "custom_function": custom_function,
-    "numpy_backward": numpy_backward,
+    "custom_function": on_mlp(lambda y, _: Cube.apply(y), func=False, examples=False),
+    "numpy_backward": on_mlp(lambda y, _: NumpyCube.apply(y), func=False, examples=False, vmap=False),
     "sparse_embedding": sparse_embedding,
     "rnn_cell": lambda: of_module(Unrolled, SEQUENCE),
     "rnn": lambda: of_module(lambda: nn.RNN(4, 3, batch_first=True), SEQUENCE, examples=False),

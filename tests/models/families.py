@@ -8,6 +8,8 @@ from inputs import library, numbers, tokens
 from torch import Tensor, nn
 
 BATCH = 3
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+WORDS = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Family(NamedTuple):

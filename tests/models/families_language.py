@@ -3,11 +3,9 @@
 from functools import partial
 
 import torch
-from families import hugging, words
+from families import SIZES, WORDS, hugging, words
 from inputs import library
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-WORDS = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = {**WORDS, **SIZES, "num_key_value_heads": 1, "use_cache": False}
 
 logits = lambda call, x: call(input_ids=x).logits

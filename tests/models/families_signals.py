@@ -1,41 +1,23 @@
 """Speech, images, and images with words."""
 
 import torch
-from families import Family, hugging, images, timm, vectors
+from families import SIZES, WORDS, Family, hugging, images, timm, vectors
 from inputs import library
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 pixels = lambda call, x: call(pixel_values=x).logits
 
 
 def speech():
     """Convolutions over the wave, positions by a convolution with weight norm; no time steps are masked."""
-    waves = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": (3, 2), "num_feat_extract_layers": 2}
-    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    drops = {"layerdrop": 0.0, "apply_spec_augment": False, "vocab_size": 8}
-    return hugging(
-        "Wav2Vec2",
-        "Wav2Vec2ForCTC",
-        lambda call, x: call(x).logits,
-        vectors(64),
-        True,
-        **waves,
-        **positions,
-        **drops,
-        **SIZES,
-    )
+    options = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": (3, 2), "num_feat_extract_layers": 2}
+    options |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    options |= {"layerdrop": 0.0, "apply_spec_augment": False, "vocab_size": 8, **SIZES}
+    return hugging("Wav2Vec2", "Wav2Vec2ForCTC", lambda call, x: call(x).logits, vectors(64), True, **options)
 
 
 def clip():
     sizes = {**SIZES, "projection_dim": 8}
-    text = {
-        **sizes,
-        "vocab_size": 32,
-        "max_position_embeddings": 8,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
+    text = {**sizes, **WORDS, "max_position_embeddings": 8}
     options = {"text_config": text, "vision_config": {**sizes, "image_size": 16, "patch_size": 8}, "projection_dim": 8}
 
     def matched(call, x):

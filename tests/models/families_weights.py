@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import torch
 from families import Family, images, vectors, words
@@ -37,11 +38,8 @@ class Hyper(nn.Module):
     def __init__(self):
         super().__init__()
         self.gives = nn.Linear(5, 4 * 3 + 4)
-        self.a, self.b, self.size = (
-            nn.Parameter(torch.randn(4, 2)),
-            nn.Parameter(torch.randn(2, 3)),
-            nn.Parameter(torch.ones(4)),
-        )
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 3))
+        self.size = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
         weight, bias = self.gives(x).split([12, 4], -1)
@@ -61,10 +59,6 @@ def parametrized():
     third = nn.Linear(4, 4)
     parametrize.register_parametrization(third, "weight", Symmetric())
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third)
-
-
-def spectral():
-    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3))
 
 
 def old_norms():
@@ -94,11 +88,8 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.a, self.b = (
-            nn.Parameter(torch.randn(6, 5)),
-            nn.Parameter(torch.randn(2, 5)),
-            nn.Parameter(torch.randn(6, 2)),
-        )
+        self.weight = nn.Parameter(torch.randn(6, 5))
+        self.a, self.b = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(6, 2))
         self.size, self.gain = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(1))
 
     def forward(self, x):
@@ -108,24 +99,14 @@ class Adapted(nn.Module):
         return torch.cat([q * self.gain, k, v, torch.addmm(q, x, self.weight.t()[:, :2])], 1)
 
 
-def bilinear():
-    return nn.Bilinear(5, 5, 3)
-
-
 class Discriminator(nn.Module):
     """Shapes that change: instance norm, a stack in three dimensions, pooling with indices, pixel shuffle, prelu."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.slope = (
-            nn.Conv2d(3, 8, 3, padding="same"),
-            nn.InstanceNorm2d(8, affine=True),
-            nn.PReLU(8),
-        )
-        self.deep, self.back = (
-            nn.Conv3d(1, 2, 3, padding=1),
-            nn.ConvTranspose2d(2, 2, 3, stride=2, output_padding=1, groups=2),
-        )
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding="same"), nn.InstanceNorm2d(8, affine=True)
+        self.slope, self.deep = nn.PReLU(8), nn.Conv3d(1, 2, 3, padding=1)
+        self.back = nn.ConvTranspose2d(2, 2, 3, stride=2, output_padding=1, groups=2)
 
     def forward(self, x):
         x = self.slope(self.norm(self.first(x)))
@@ -151,10 +132,12 @@ WEIGHTS = {
     "fake_quantized": lambda: Family(FakeQuantized, vectors(), inside=torch.float32),
     "hyper": lambda: Family(Hyper, vectors()),
     "parametrized": lambda: Family(parametrized, vectors()),
-    "spectral": lambda: Family(spectral, vectors()),
+    "spectral": lambda: Family(
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)), vectors()
+    ),
     "old_norms": lambda: Family(old_norms, vectors(), lambda call, x: call(x[:, None])),
     "masked": lambda: Family(Masked, vectors()),
     "adapted": lambda: Family(Adapted, vectors()),
-    "bilinear": lambda: Family(bilinear, vectors(), lambda call, x: call(x, x.flip(1))),
+    "bilinear": lambda: Family(partial(nn.Bilinear, 5, 5, 3), vectors(), lambda call, x: call(x, x.flip(1))),
     "discriminator": lambda: Family(Discriminator, images(8)),
 }

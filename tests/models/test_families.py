@@ -19,23 +19,9 @@ REFUSED_BY_TORCH = (
 )
 
 # torch.compile takes seconds for each: one model of a kind.
-COMPILED = [
-    "cells",
-    "wavenet",
-    "graph",
-    "sets",
-    "grouped",
-    "tied",
-    "fourier",
-    "renormed",
-    "autoencoder",
-    "hyper",
-    "experts",
-    "old_norms",
-    "energy",
-    "adapted",
-    "bilinear",
-]
+COMPILED = (
+    "cells wavenet graph sets grouped tied fourier renormed autoencoder hyper experts old_norms energy adapted bilinear"
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of ops without a rule
@@ -52,7 +38,7 @@ def reference(family):
     return Reference(FAMILIES[family]())
 
 
-def check(run):
+def within_bounds(run):
     """All that was found is within its bounds, unless torch itself refuses the model."""
     try:
         found = run()
@@ -67,55 +53,33 @@ def check(run):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+CHECKS = {
+    "rows in a loop": lambda made: made.check_rows("loop"),
+    "rows by vmap": lambda made: made.check_rows("vmap"),
+    "gramian and pullback": lambda made: made.check_gramian(),
+    "gramian and pullback, differentiable": lambda made: made.check_gramian(differentiable=True),
+    "weighted sum of rows": lambda made: made.check_weighted(),
+    "rows of examples": lambda made: made.check_example_rows("auto"),
+    "rows of examples in a loop": lambda made: made.check_example_rows("loop"),
+    "sums of examples": lambda made: made.check_example_sums(),
+    "sums of examples, differentiable": lambda made: made.check_example_sums(differentiable=True),
+    "heads of several tasks": lambda made: made.check_multitask(),
+    "bfloat16 as close as native autocast": lambda made: made.check_autocast(),
+    "step": lambda made: made.check_step(),
+}
+IN_A_GRAPH = {
+    "compiled step": lambda made: made.check_step(compiled=True),
+    "compiled gramian": lambda made: made.check_compiled_gramian(),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows(family, mode):
-    check(lambda: reference(family).check_rows(mode))
+def test_family(family, check):
+    within_bounds(lambda: CHECKS[check](reference(family)))
 
 
-@pytest.mark.parametrize("differentiable", [False, True], ids=["eager", "differentiable"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gramian_and_pullback(family, differentiable):
-    check(lambda: reference(family).check_gramian(differentiable))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weighted_sum_of_rows(family):
-    check(reference(family).check_weighted)
-
-
-@pytest.mark.parametrize("mode", ["auto", "loop"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_examples(family, mode):
-    check(lambda: reference(family).check_example_rows(mode))
-
-
-@pytest.mark.parametrize("differentiable", [False, True], ids=["eager", "differentiable"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gramian_and_weighted_sums_of_examples(family, differentiable):
-    check(lambda: reference(family).check_example_sums(differentiable))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_heads_of_several_tasks(family):
-    check(reference(family).check_multitask)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_close_as_native_autocast(family):
-    check(reference(family).check_autocast)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_step(family):
-    check(reference(family).check_step)
-
-
-@pytest.mark.parametrize("family", COMPILED)
-def test_compiled_step(family):
-    check(lambda: reference(family).check_step(compiled=True))
-
-
-@pytest.mark.parametrize("family", COMPILED)
-def test_compiled_gramian(family):
-    check(reference(family).check_compiled_gramian)
+@pytest.mark.parametrize("check", IN_A_GRAPH)
+@pytest.mark.parametrize("family", COMPILED.split())
+def test_family_in_a_graph(family, check):
+    within_bounds(lambda: IN_A_GRAPH[check](reference(family)))

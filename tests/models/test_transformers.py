@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bounds import check_same
+from families import SIZES
 from inputs import classes, library, numbers, tokens
 from plain_loops import ADAMW, N_STEPS, SGD, Problem, by_rule, check_trains_alike
 from torch.nn.functional import cross_entropy, mse_loss
@@ -13,8 +14,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
-
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def bert(dropout=0.1, checkpoints=True):
