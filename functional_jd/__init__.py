@@ -13,8 +13,7 @@ from functional_jd import optimizers as optimizers
 from functional_jd import precision as precision
 from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
-from functional_jd.aggregation.held import held
-from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.lifts import held, scalarized, stateless
 from functional_jd.aggregation.regularized import regularized
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
 from functional_jd.aggregators.auto_clipped import auto_clipped

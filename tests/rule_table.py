@@ -187,6 +187,15 @@ _FREE, _FITTED = _OUTWEIGHED | _SUM, _OUTWEIGHED | _SUM | _NORM
 # Ranges end where the rule's own does, or where its results no longer change much.
 _SHARE, _DECAY, _SIZE, _RATES = Range(0.0, 1.0), Range(0.0, 0.99), Range(0.0, 10.0), Range(0.01, 10.0)
 
+_RESIDUALS = Entry(
+    (_ORDER, _ROTATE),
+    _FITTED | {_SCALE: "the direction is in the unit of parameters"},
+    {"damping": _RATES},
+    build=lambda f, damping=1.0, **hyper: f(damping, **hyper),
+    wide=False,
+    invalid=(math.inf, *_NO_NUMBER),
+)
+
 RULES: dict[str, Entry] = {
     "mean": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED),
     "total": Entry(_USUAL, _FREE),
@@ -270,17 +279,8 @@ RULES: dict[str, Entry] = {
         _FREE | _BLOCKED | {_ORDER: "the first row is the primary objective"},
         {"tau": _SHARE, "beta": _DECAY},
     ),
-    **dict.fromkeys(
-        ("natural_gradient", "levenberg_marquardt"),
-        Entry(
-            (_ORDER, _ROTATE),
-            _FITTED | {_SCALE: "the direction is in the unit of parameters"},
-            {"damping": _RATES},
-            build=lambda f, damping=1.0: f(damping),
-            wide=False,
-            invalid=(math.inf, *_NO_NUMBER),
-        ),
-    ),
+    "natural_gradient": _RESIDUALS._replace(hyper={"damping": _RATES, "momentum": _DECAY}),
+    "levenberg_marquardt": _RESIDUALS,
     "cr_mogm": Entry(
         _USUAL,
         _SUM | {_DUAL: "in a later step, the weights are those of earlier rows too"},
@@ -345,6 +345,14 @@ RULES: dict[str, Entry] = {
         {"temperature": _RATES},
         build=lambda f, temperature=1.0: f(temperature),
         invalid=_INVALID,
+    ),
+    "constrained": Entry(
+        (_SCALE, _LINEAR, _ROTATE),
+        _FREE | {_ORDER: "every objective has a bound of its own"},
+        {"rate": _RATES, "damping": _SIZE},
+        build=lambda f, **hyper: f([1.0, 0.5, math.inf], **hyper),
+        rows=3,
+        invalid=(math.inf, *_NO_NUMBER),
     ),
     "softadapt": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED, {"beta": _SIZE}, invalid=(math.inf, *_NO_NUMBER)),
     "relobralo": Entry(

@@ -13,10 +13,9 @@ import numpy as np
 import optree
 import pytest
 import torch
-from bounds import check_same, check_within, eps, half_the_digits
+from bounds import check_same, check_within, eps
 from numpy.polynomial import Chebyshev
 from pages import blocks, typed
-from scipy.optimize import minimize
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -498,66 +497,3 @@ def test_lbfgs_on_weighed_losses_lowers_both(shown):
     batch = [shown[name] for name in ("x", "kind", "price")]
     before, after = (again["losses"](again[name], *batch) for name in ("params", "moving"))
     assert all(after[name] < before[name] for name in before)
-
-
-BOUNDED = {
-    "disc": (
-        [lambda w: (w - torch.tensor([2.0, 1.0])).square().sum(), lambda w: w.square().sum()],
-        [1.0],
-        2,
-    ),
-    "two bounds, one of them slack": (
-        [lambda w: (w - 3).square().sum(), lambda w: w.sum(), lambda w: w.square().sum()],
-        [2.0, 100.0],
-        3,
-    ),
-    "Rosenbrock": (
-        [lambda w: (1 - w[0]).square() + 10 * (w[1] - w[0].square()).square(), lambda w: w.square().sum()],
-        [1.0],
-        2,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BOUNDED)
-def test_constraints_lead_where_slsqp_does(shown, name):
-    functions, bounds, n = BOUNDED[name]
-    at = lambda x, i: float(functions[i](torch.tensor(x)))
-    room = [{"type": "ineq", "fun": lambda x, i=i: bounds[i] - at(x, i + 1)} for i in range(len(bounds))]
-    expected = minimize(at, [0.0] * n, (0,), method="SLSQP", constraints=room, options={"ftol": 1e-14}).x
-    how = {"losses": lambda w: [f(w) for f in functions], "optimizer": jd.sgd(0.02)}
-    how["aggregator"] = shown["below"](bounds)
-    state = jd.train_state(torch.zeros(n, dtype=torch.float64), **how)
-    take = jd.compiled(partial(jd.step, **how), backend="eager")
-    for _ in range(3000):
-        state, _ = take(state)
-    check_within(state.params, torch.tensor(expected), half_the_digits() * 4)  # SLSQP differentiates by differences
-
-
-def test_a_bound_that_is_not_finite_flags_its_loss_alone(shown):
-    losses = lambda w, factor: {"cost": w.square().sum(), "limit": w.sum() * factor}
-    how = {"losses": losses, "aggregator": shown["below"]([0.5]), "optimizer": jd.sgd(0.1)}
-    fine = torch.tensor(1.0)
-    state = jd.train_state(torch.ones(2), fine, scale=jd.scale_state(2.0**8, shape=2), **how)
-    state, info = jd.step(state, fine, **how)
-    assert info.moved
-    after, info = jd.step(state, fine * torch.nan, **how)
-    assert info.finite.tolist() == [True, False]
-    torch.testing.assert_close(after, state, rtol=0, atol=0)
-
-
-def test_the_direction_with_momentum_is_that_of_least_squares(physicist):
-    rng, damping, momentum = np.random.default_rng(0), 0.1, 0.8
-    rule, memory, last = physicist["spring"](damping, momentum), None, np.zeros(7)
-    for _ in range(4):
-        J, r = rng.normal(size=(4, 7)), rng.normal(size=4)
-        rows = {"a": torch.tensor(J[:, :3]), "b": torch.tensor(J[:, 3:].reshape(4, 2, 2))}
-        direction, _, memory = jd.aggregate(rule, rows, memory, losses=torch.tensor(r))
-        stacked = np.vstack([J, damping**0.5 * np.eye(7)])
-        last = np.linalg.lstsq(stacked, np.concatenate([r, damping**0.5 * momentum * last]), rcond=None)[0]
-        found = torch.cat([direction["a"], direction["b"].flatten()])
-        condition = np.linalg.cond(stacked) ** 2  # the rule solves with the Gramian
-        check_within(found, torch.tensor(last), 64 * eps() * condition * np.abs(last).max())
-    plain = jd.aggregate(physicist["spring"](damping, 0.0), rows, losses=torch.tensor(r)).direction
-    expected = jd.aggregate(jd.natural_gradient(damping), rows, losses=torch.tensor(r)).direction
-    check_same(plain, expected)

@@ -7,10 +7,9 @@ from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggrega
 from functional_jd.aggregation.aggregate import check_within, row_weights
 from functional_jd.aggregation.combine import combine, zero_rows
 from functional_jd.aggregation.groups import from_part, view_of_groups
-from functional_jd.aggregation.held import held
 from functional_jd.aggregation.hyper_parameters import FINITE, PREFERENCES, Numbers, per_objective, preferences
 from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
-from functional_jd.aggregation.lifts import learned_with, scalarized, scalarized_with, stateless
+from functional_jd.aggregation.lifts import held, learned_with, scalarized, scalarized_with, stateless
 from functional_jd.aggregation.regularized import of_reached, of_some
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, cross_gramian, equal_weights, full_jacobian, gramian

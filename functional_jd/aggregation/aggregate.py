@@ -95,8 +95,7 @@ def aggregate(
         losses: the m values, for the rules that need `losses`.
 
     Returns:
-        `Aggregation(direction, weights, state)`. A non-finite Jacobian gives a non-finite direction, never an
-        exception.
+        `Aggregation(direction, weights, state)`. If the Jacobian is not finite, so is the direction.
 
     Raises:
         TypeError: `aggregator` is not an `Aggregator`, or a leaf is not a floating-point tensor of rows.

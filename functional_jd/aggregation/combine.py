@@ -227,7 +227,8 @@ def _of_leaf(jacobian: Tree, index: int) -> str:
 
 def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
     if isinstance(weights, AffineWeights):
-        return (_entrywise_sum(at_least_float32(leaf), weights.weights) + weights.rest).to(leaf.dtype)
+        wide = leaf.to(torch.promote_types(leaf.dtype, weights.rest.dtype))
+        return (_entrywise_sum(wide, weights.weights) + weights.rest).to(leaf.dtype)
     if weights.shape[:1] == leaf.shape[:1] and weights.shape[1:].numel() == 1:
         return weighted_sum(leaf, weights.reshape(len(weights)))
     return (at_least_float32(leaf) * weights).sum(0).to(leaf.dtype)

@@ -1,16 +1,16 @@
-"""Lifts: rules from plain functions."""
+"""Lifts: rules from plain functions, and two from one: the second repeats the weights of the first."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, no_memory
-from functional_jd.aggregation.views import View, losses
+from functional_jd.aggregation.aggregate import Aggregator, CannotStartError, check_rule, no_memory, row_weights
+from functional_jd.aggregation.views import View, losses, no_gradients
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function, refuse
 from functional_jd.core.safe import nan_unless
-from functional_jd.core.types import Weights
+from functional_jd.core.types import Tree, Weights
 from functional_jd.torch_compat.slow_path import refuse_export
 
 
@@ -79,13 +79,69 @@ def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]
     return stateless(losses, lambda values: gradient(values, *(f(values) for f in given)))
 
 
-def learned_with(
-    where: str, s: Callable[[Tensor, Tensor], Tensor], record: Callable[[Tensor], Any], rate: Number
-) -> Aggregator:
+def learned_with(where: str, s: Callable[[Tensor, Tensor], Tensor], rate: Number) -> Aggregator:
     """A rule that minimises `s(losses, v)` in both: v, from 0, takes a gradient step a call; NaN for losses below 0."""
 
-    def update(values: Tensor, state: Any) -> tuple[Tensor, Any]:
-        weights, slope = torch.func.grad(s, argnums=(0, 1))(values, state[0])
-        return nan_unless(values >= 0, weights), record(state[0] - rate * slope)
+    def update(values: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights, slope = torch.func.grad(s, argnums=(0, 1))(values, v)
+        return nan_unless(values >= 0, weights), v - rate * slope
 
-    return Aggregator(losses, lambda values: record(torch.zeros_like(values)), update, takes=(where, NOT_NEGATIVE))
+    return Aggregator(losses, torch.zeros_like, update, takes=(where, NOT_NEGATIVE))
+
+
+class HeldState(NamedTuple):
+    """The state of both rules of `held`."""
+
+    weights: Tensor  # float64 `[m]`: the last weights of the rule
+    inner: Tree  # the rule's state
+
+
+def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
+    """A rule, and a rule that repeats its last weights: every k-th step with the rule costs a k-th of it.
+
+    Args:
+        rule: any rule with weights `[m]`.
+
+    Returns:
+        `(fresh, repeated)`, two rules with one state `HeldState`. `fresh` is `rule`, bit for bit. `repeated` needs no
+        gradients, has the weights of the last call of `fresh`, and returns the state unchanged: a step with it costs
+        one weighted backward pass. Start with `fresh`: before its first call, `repeated` has the weights of the batch
+        that the state was started with.
+
+    Raises:
+        TypeError, ValueError: `rule` is not a rule with weights `[m]`; `repeated` without a state of `fresh`.
+
+    Source:
+        Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.
+    """
+    check_rule(rule)
+
+    def weigh(view: Any, inner: Tree) -> tuple[Tensor, Tree]:
+        weights, inner = rule.update(view, inner)
+        return row_weights(weights), inner
+
+    def init(view: Any) -> HeldState:
+        inner = rule.init(view)
+        return HeldState(weigh(view, inner)[0], inner)
+
+    def update(view: Any, state: HeldState) -> tuple[Weights, HeldState]:
+        weights, inner = weigh(view, state.inner)
+        return weights, HeldState(weights, inner)
+
+    fresh = Aggregator(rule.view, init, update, rule.on_host, takes=rule.takes)
+    return fresh, Aggregator(no_gradients, _cannot_start, _repeat)
+
+
+def _cannot_start(view: Any) -> Tree:  # noqa: ARG001
+    raise CannotStartError(
+        "held: the second rule of the pair repeats the weights of the first, and cannot start. Give the first one to "
+        "train_state, or to aggregate without a state."
+    )
+
+
+def _repeat(view: Tensor, state: HeldState) -> tuple[Weights, HeldState]:
+    if not isinstance(state, HeldState) or state.weights.shape != view.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
+        cure = "Start it again with train_state and the first rule."
+        found: Any = getattr(state, "weights", state)
+        refuse("state", f"one of the first rule of the pair, with {len(view)} weights", found, cure, ValueError)
+    return state.weights, state

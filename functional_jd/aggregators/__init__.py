@@ -1,6 +1,7 @@
 """The rules, one a file. Those below are named here; the others at the top level."""
 
 from functional_jd.aggregators.alternating import alternating
+from functional_jd.aggregators.constrained import constrained
 from functional_jd.aggregators.learning_rate_annealing import learning_rate_annealing
 from functional_jd.aggregators.normalized import normalized
 from functional_jd.aggregators.ntk_weights import ntk_weights
@@ -11,6 +12,7 @@ from functional_jd.aggregators.uw_so import uw_so
 
 __all__ = [
     "alternating",
+    "constrained",
     "learning_rate_annealing",
     "normalized",
     "ntk_weights",

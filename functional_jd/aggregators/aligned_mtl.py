@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
+from functional_jd.aggregation import Aggregator, Numbers, Solver, gramian, preferences, runs_on_host, stateless
 from functional_jd.core.arguments import check_option
 from functional_jd.core.safe import nonzero, order_of
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import inverse_root
 
 
@@ -23,8 +22,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
         solver: `"host"` or `"device"`, which both synchronize.
 
     Returns:
-        A rule that needs the Gramian. Derivatives are right at constant rank, except that of a repeated s; second ones
-        at full rank.
+        A rule that needs the Gramian. Derivatives are right at constant rank, but of a repeated s; second ones at full.
 
     Guarantees:
         Linear in the preference; homogeneous in the Jacobian. Linearly independent rows: `J direction = sqrt(s) G^(1/2)

@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Gramian, Numbers, Weights, gramian, no_gradients, preferences
+from functional_jd.aggregation import Aggregator, Gramian, Numbers, Solver, Weights, gramian, no_gradients, preferences
 from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import equal_weights
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, number
 from functional_jd.core.safe import cosines, divide
-from functional_jd.solvers.search import Solver
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
 
 # A float64 Gramian cannot tell a mean from zero below this: its squared norm relative to the squared mean norm.

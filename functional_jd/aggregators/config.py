@@ -2,10 +2,9 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
+from functional_jd.aggregation import Aggregator, Numbers, Solver, gramian, preferences, runs_on_host, stateless
 from functional_jd.core.safe import cosines, order_of
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
 # Attainable cosines below this fraction of the preference are rounding.

@@ -14,8 +14,7 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
     `s = u'L - lambda_ u'L / (|u| |L|)`
 
     Args:
-        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. The paper uses 0.01
-            to 8.
+        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. Paper: 0.01 to 8.
         weights: u `[m]`, the importance of each objective. For a whole front, draw new weights in every step.
 
     Returns:

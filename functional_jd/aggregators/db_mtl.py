@@ -5,15 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, jacobian_and_losses
+from functional_jd.aggregation import Aggregator, Jacobian, Tree, jacobian_and_losses
 from functional_jd.aggregation.combine import averaged, zero_rows
 from functional_jd.aggregation.views import row_norms
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless
 from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import Jacobian, Tree
-
-_View = tuple[Jacobian, Tensor]
 
 
 class DbMtlState(NamedTuple):
@@ -35,13 +32,11 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
 
     Returns:
         A rule that needs the full Jacobian and the losses. Its weights are a pytree like the Jacobian with leaves
-        `AffineWeights`: weights of the current rows, and the term from earlier rows. Differentiable where the longest
-        row is unique.
+        `AffineWeights`, for current rows and earlier ones. Differentiable where the longest row is unique.
 
     Guarantees:
         Invariant to the unit of a loss; below float64 as long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38
-        and 3e38. A row whose average is zero gets weight 0. With beta 0 there is no memory. Losses must be positive:
-        else the direction is NaN.
+        and 3e38. A row whose average is zero gets weight 0. Losses must be positive: else the direction is NaN.
 
     Source:
         Lin et al., Dual-balancing for multi-task learning, arXiv 2308.12029: algorithm 1. No 1e-8 is added to losses
@@ -50,12 +45,12 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
     beta = number("beta", beta, BELOW_1, "The default is 0.9.")
     beta_sigma = number("beta_sigma", beta_sigma, NOT_NEGATIVE, "The default is 0.")
 
-    def init(view: _View) -> DbMtlState:
+    def init(view: tuple[Jacobian, Tensor]) -> DbMtlState:
         jacobian, _ = view
         calls = torch.zeros((), dtype=torch.int64, device=tree_leaves(jacobian)[0].device)
         return DbMtlState(zero_rows(jacobian), calls)
 
-    def update(view: _View, state: DbMtlState) -> tuple[Tree, DbMtlState]:
+    def update(view: tuple[Jacobian, Tensor], state: DbMtlState) -> tuple[Tree, DbMtlState]:
         jacobian, losses = view
         calls = state.calls + 1
         b = beta / calls.double() ** beta_sigma

@@ -2,9 +2,8 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
+from functional_jd.aggregation import Aggregator, Numbers, Solver, gramian, preferences, runs_on_host, stateless
 from functional_jd.solvers.lcp import projected
-from functional_jd.solvers.search import Solver
 
 
 def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:

@@ -12,8 +12,6 @@ from functional_jd.core.safe import divide, nan_unless, nonzero, with_nan_of
 # Relative distance at which a norm has reached its target, well above the rounding of a mean in float64.
 _BALANCED = 2.0**-40
 
-_View = tuple[Tensor, Tensor]
-
 
 class GradNormState(NamedTuple):
     """The state of GradNorm."""
@@ -51,26 +49,18 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
     alpha = number("alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")
     rate = number("rate", rate, POSITIVE, "The default is 0.025.")
 
-    def init(view: _View) -> GradNormState:
-        _, losses = view
-        return GradNormState(losses, torch.zeros_like(losses))
-
-    def update(view: _View, state: GradNormState) -> tuple[Tensor, GradNormState]:
+    def update(view: tuple[Tensor, Tensor], state: GradNormState) -> tuple[Tensor, GradNormState]:
         norms, losses = view
         w = len(losses) * torch.softmax(state.logits, dim=0)
         weighted = w * norms
         mean = weighted.mean()
         relative = weighted / nonzero(mean)
-        target = _inverse_rates(losses, state.initial) ** alpha
+        ratios = nan_unless(losses >= 0, losses) / nan_unless(state.initial > 0, state.initial)
+        target = divide(ratios, ratios.mean(), otherwise=1) ** alpha  # all 1 where all losses are zero
         error = relative - target
         slopes = (error.detach() / _BALANCED).clamp(-1, 1) * relative  # the sign, linear near 0, NaN at NaN
         logits = state.logits - rate * (slopes - w / len(w) * slopes.sum())
         return with_nan_of(w, logits), GradNormState(state.initial, logits)
 
-    return Aggregator(norms_and_losses, init, update, takes=("gradnorm", POSITIVE))
-
-
-def _inverse_rates(losses: Tensor, initial: Tensor) -> Tensor:
-    """The relative inverse training rates; all 1 where all losses are zero."""
-    ratios = nan_unless(losses >= 0, losses) / nan_unless(initial > 0, initial)
-    return divide(ratios, ratios.mean(), otherwise=1)
+    start = lambda view: GradNormState(view[1], torch.zeros_like(view[1]))
+    return Aggregator(norms_and_losses, start, update, takes=("gradnorm", POSITIVE))

@@ -50,9 +50,6 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
     check_key(key)
     beta = number("beta", beta, FROM_0_TO_1, "0 never learns, 1 uses the last call.")
 
-    def init(G: Gramian) -> GradVacState:
-        return GradVacState(key.to(G.device), torch.zeros_like(G))
-
     def update(G: Gramian, state: GradVacState) -> tuple[Weights, GradVacState]:
         subkey, next_key = split(state.key)
         orders = random_visit_orders(subkey, len(G))
@@ -75,7 +72,8 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         weights = with_nan_of(norms @ coefficients / norms, G.sum() + targets.sum())
         return weights, GradVacState(next_key, state.targets.lerp(observed, beta))
 
-    return Aggregator(gramian, init, update, runs_on_host(solver, beta))
+    start = lambda G: GradVacState(key.to(G.device), torch.zeros_like(G))
+    return Aggregator(gramian, start, update, runs_on_host(solver, beta))
 
 
 def _sine(cosine: Tensor) -> Tensor:

@@ -1,18 +1,10 @@
 """IMTL-L: learned scales that make all scaled losses equal."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, learned_with
 from functional_jd.core.arguments import POSITIVE, Number, number
-
-
-class ImtlLState(NamedTuple):
-    """The state of IMTL-L: `log_scales` float64 `[m]`."""
-
-    log_scales: Tensor
 
 
 def imtl_l(rate: Number = 0.1) -> Aggregator:
@@ -24,7 +16,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
         rate: learning rate of the log-scales, positive, for one step of gradient descent per call.
 
     Returns:
-        A rule that needs the losses only. Weights are positive.
+        A rule that needs the losses only. Weights are positive. Its state is the log-scales, `[m]`.
 
     Guarantees:
         Constant losses converge to `exp(v) = 1 / L`; `uw(2 rate)` has half the weights. Losses must be positive: v
@@ -36,7 +28,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
-    return learned_with("imtl_l", value, ImtlLState, rate)
+    return learned_with("imtl_l", value, rate)
 
 
 def value(losses: Tensor, log_scales: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from functional_jd.core.arguments import POSITIVE, Number, number
 from functional_jd.core.safe import divide
 from functional_jd.solvers.spectral import damped_weights
 
-_View = tuple[Gramian, Tensor]
-
 
 class LevenbergMarquardtState(NamedTuple):
     """The state of Levenberg-Marquardt, all float64 `[]`."""
@@ -47,11 +45,11 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     """
     damping = number("damping", damping, POSITIVE, "The default is 1e-3.")
 
-    def init(view: _View) -> LevenbergMarquardtState:
+    def init(view: tuple[Gramian, Tensor]) -> LevenbergMarquardtState:
         zero = view[1].new_zeros(())
         return LevenbergMarquardtState(zero + damping, zero + 2, zero, zero)
 
-    def update(view: _View, state: LevenbergMarquardtState) -> tuple[Weights, LevenbergMarquardtState]:
+    def update(view: tuple[Gramian, Tensor], state: LevenbergMarquardtState) -> tuple[Weights, LevenbergMarquardtState]:
         G, r = view
         value = r @ r / 2
         is_first = state.predicted == 0

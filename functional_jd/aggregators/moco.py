@@ -5,14 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian, jacobian_and_losses
+from functional_jd.aggregation import Aggregator, Jacobian, Tree, gramian, jacobian_and_losses
 from functional_jd.aggregation.combine import averaged, zero_rows
 from functional_jd.aggregation.views import row_norms
 from functional_jd.core.arguments import ABOVE_0_TO_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import nan_unless, nonzero
-from functional_jd.core.types import Jacobian, Tree
-
-_View = tuple[Jacobian, Tensor]
 
 
 class MocoState(NamedTuple):
@@ -57,12 +54,12 @@ def moco(
         for name, value in (("gamma", gamma), ("rho", rho), ("beta_sigma", beta_sigma), ("gamma_sigma", gamma_sigma))
     )
 
-    def init(view: _View) -> MocoState:
+    def init(view: tuple[Jacobian, Tensor]) -> MocoState:
         jacobian, losses = view
         uniform = torch.full_like(losses, 1 / len(losses))
         return MocoState(zero_rows(jacobian), uniform, torch.zeros((), dtype=torch.int64, device=losses.device))
 
-    def update(view: _View, state: MocoState) -> tuple[Tree, MocoState]:
+    def update(view: tuple[Jacobian, Tensor], state: MocoState) -> tuple[Tree, MocoState]:
         jacobian, losses = view
         calls = state.calls + 1
         b, c = beta / calls.double() ** beta_sigma, gamma / calls.double() ** gamma_sigma

@@ -1,19 +1,11 @@
 """MoDo: one projected step of the weights per call, from Jacobians on two independent batches."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, cross_gramian
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.solvers.linear_program import simplex_projection
-
-
-class ModoState(NamedTuple):
-    """The state of MoDo: `weights` float64 `[m]`, of the last call."""
-
-    weights: Tensor
 
 
 def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
@@ -27,7 +19,7 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights lie in the
-        simplex.
+        simplex. Its state is the weights of the last call.
 
     Guarantees:
         The step is linear in each of the two batches, so that it is unbiased before its projection. On a constant
@@ -42,12 +34,8 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
     ridge = number("ridge", ridge, NOT_NEGATIVE, "Use 0 for none.")
 
-    def init(A: Tensor) -> ModoState:
-        return ModoState(torch.full_like(A[0], 1 / len(A)))
-
-    def update(A: Tensor, state: ModoState) -> tuple[Tensor, ModoState]:
-        w = state.weights
+    def update(A: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         w = simplex_projection(w - rate * (A @ w + ridge * w))
-        return w, ModoState(w)
+        return w, w
 
-    return Aggregator(cross_gramian, init, update)
+    return Aggregator(cross_gramian, lambda A: torch.full_like(A[0], 1 / len(A)), update)

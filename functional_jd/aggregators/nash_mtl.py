@@ -30,8 +30,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         solver: `"host"` or `"device"`.
 
     Returns:
-        A rule that needs the Gramian. Weights are positive, but 0 for rows of zeros and without a solution;
-        twice differentiable.
+        A rule that needs the Gramian. Weights are positive, 0 for rows of zeros; twice differentiable.
 
     Guarantees:
         Never conflicts. Invariant to scaling a row. Before clipping it is `fairgrad(1)`, and the direction has norm

@@ -1,7 +1,6 @@
 """PCD: the direction closest to the first row that gives the others a share of their progress."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +12,6 @@ from functional_jd.solvers.lcp import linear_complementarity
 
 # Relative thresholds for incompatible shares and cancelled directions, well above the rounding of a float64 Gramian.
 _COMPATIBLE, _VANISHING = 1e-9, 1e-12
-
-
-class PcdState(NamedTuple):
-    """The state of PCD."""
-
-    squares: Tensor  # float64 `[m]`: running mean of the squared norms of the rows, up to a factor
 
 
 def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = "host") -> Aggregator:
@@ -35,7 +28,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
 
     Returns:
         A rule that needs the Gramian; row 0 is the primary objective. Weights are non-negative, not normalised; twice
-        differentiable where the active constraints do not change.
+        differentiable where the active constraints do not change. Its state is the means of squared norms, `[m]`.
 
     Guarantees:
         The direction has the norm of the first row; it is that row if that satisfies all constraints. Scaling another
@@ -50,10 +43,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
     shares_of, given = _shares(tau)
     beta = number("beta", beta, BELOW_1, "The default is 0.999.")
 
-    def init(G: Gramian) -> PcdState:
-        return PcdState(torch.zeros_like(G[0]))
-
-    def update(G: Gramian, state: PcdState) -> tuple[Tensor, PcdState]:
+    def update(G: Gramian, squares: Tensor) -> tuple[Tensor, Tensor]:
         m = len(G)
         if given is not None and given != m - 1:
             raise ValueError(
@@ -62,7 +52,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
             )
         C, norms = cosines(G)
         norms_or_zero = torch.where(G.diagonal() == 0, 0, norms)
-        squares = beta * state.squares + (1 - beta) * G.diagonal()
+        squares = beta * squares + (1 - beta) * G.diagonal()
         sizes = norms_or_zero / nonzero(squares).sqrt()
         required = torch.cat([sizes[:1] * 0, shares_of(sizes[1:]) * sizes[1:]])
         target = sizes * (torch.arange(m, device=G.device) == 0)
@@ -71,9 +61,9 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         square = w @ C @ w
         vanishing = square <= _VANISHING * w.sum() ** 2
         scale = torch.where(vanishing, 0, norms_or_zero[0] / torch.where(vanishing, 1, square).sqrt())
-        return w / norms * scale, PcdState(squares)
+        return w / norms * scale, squares
 
-    return Aggregator(gramian, init, update, runs_on_host(solver, tau, beta))
+    return Aggregator(gramian, lambda G: torch.zeros_like(G[0]), update, runs_on_host(solver, tau, beta))
 
 
 def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:

@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Observation, Tree, check_within, row_weights, runs_on_host
+from functional_jd.aggregation import Aggregator, Observation, Solver, Tree, check_within, row_weights, runs_on_host
 from functional_jd.aggregation.views import beside, gramian, narrowed, places_of
 from functional_jd.core.arguments import refuse
 from functional_jd.solvers.lcp import projected
-from functional_jd.solvers.search import Solver
 
 
 def protect(rule: Aggregator, primary: str | int | Sequence[str | int], *, solver: Solver = "host") -> Aggregator:

@@ -1,7 +1,5 @@
 """SDMGrad: the min-norm direction near a preferred one, from Jacobians on two independent batches."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -9,12 +7,6 @@ from functional_jd.aggregation import Aggregator, Numbers, Solver, cross_gramian
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, check_integer, number
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.solvers.linear_program import simplex_projection
-
-
-class SdmgradState(NamedTuple):
-    """The state of SDMGrad: `inner` float64 `[m]`: the result of the inner steps, before the preference is added."""
-
-    inner: Tensor
 
 
 def sdmgrad(
@@ -43,8 +35,8 @@ def sdmgrad(
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights lie in the
-        simplex if u does. At the default rate, steps may jump between its corners: derivatives, and rounding, may be
-        huge.
+        simplex if u does. Its state is w. At the default rate, steps may jump between its corners: derivatives, and
+        rounding, may be huge.
 
     Guarantees:
         The weights stay the same, bit for bit, when either batch is scaled by a power of four. If the diagonal has no
@@ -61,18 +53,16 @@ def sdmgrad(
     pull = number("pull", pull, NOT_NEGATIVE, "Use 0 for the min-norm point.")
     preference_of = preferences("preference", preference)
 
-    def init(A: Tensor) -> SdmgradState:
-        return SdmgradState(torch.full_like(A[0], 1 / len(A)))
-
-    def update(A: Tensor, state: SdmgradState) -> tuple[Tensor, SdmgradState]:
-        w, u, normalised = state.inner, preference_of(A), _normalised(A)
+    def update(A: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        u, normalised = preference_of(A), _normalised(A)
         v = torch.zeros_like(w)
         for _ in range(n_steps):
             v = momentum * v + normalised @ (w + pull * u)
             w = simplex_projection(w - rate * v)
-        return (w + pull * u) / (1 + pull), SdmgradState(w)
+        return (w + pull * u) / (1 + pull), w
 
-    return Aggregator(cross_gramian, init, update, runs_on_host(solver, rate, momentum, pull))
+    start = lambda A: torch.full_like(A[0], 1 / len(A))
+    return Aggregator(cross_gramian, start, update, runs_on_host(solver, rate, momentum, pull))
 
 
 def _normalised(A: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ def trimmed_mean(trim: int) -> Aggregator:
 
     Guarantees:
         `trimmed_mean(0) = mean()`; for `m = 2 trim + 1` it is the median. With at most `trim` wrong rows, every entry
-        lies between entries of right rows. An entry with a non-finite row is not finite, whether that row is dropped or
-        not.
+        lies between entries of right rows. An entry with a non-finite row is not finite, also if that is dropped.
 
     Source:
         Yin et al., ICML 2018, arXiv 1803.01498, definition 2, where `trim` is a fraction of m. The authors' code hides

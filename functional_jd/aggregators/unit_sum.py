@@ -43,11 +43,8 @@ def unit_sum(preference: Numbers | None = None, momentum: Number = 0.0) -> Aggre
     if not isinstance(keep, Tensor) and keep == 0:
         return stateless(norms, lambda n: divide(u(n), n))
 
-    def init(n: Tensor) -> UnitSumState:
-        return UnitSumState(torch.zeros_like(n), torch.zeros_like(n))
-
     def update(n: Tensor, state: UnitSumState) -> tuple[Tensor, UnitSumState]:
         new = UnitSumState(keep * state.norms + (1 - keep) * n, keep * state.shares + (1 - keep))
         return divide(u(n), new.norms / nonzero(new.shares)), new
 
-    return Aggregator(norms, init, update)
+    return Aggregator(norms, lambda n: UnitSumState(torch.zeros_like(n), torch.zeros_like(n)), update)

@@ -1,10 +1,9 @@
 """UPGrad: the mean of the projections of all rows on their dual cone."""
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, preferences, runs_on_host, stateless
+from functional_jd.aggregation import Aggregator, Numbers, Solver, gramian, preferences, runs_on_host, stateless
 from functional_jd.core.safe import cosines
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.lcp import row_multipliers
-from functional_jd.solvers.search import Solver
 
 
 def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:

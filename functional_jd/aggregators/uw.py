@@ -1,18 +1,10 @@
 """Uncertainty weighting: weights inverse to learned noise variances."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, learned_with
 from functional_jd.core.arguments import POSITIVE, Number, number
-
-
-class UwState(NamedTuple):
-    """The state of uncertainty weighting: `log_variances` float64 `[m]`."""
-
-    log_variances: Tensor
 
 
 def uw(rate: Number = 0.1) -> Aggregator:
@@ -24,7 +16,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
         rate: learning rate of the log-variances, positive, for one step of gradient descent per call.
 
     Returns:
-        A rule that needs the losses only. Weights are positive.
+        A rule that needs the losses only. Weights are positive. Its state is the log-variances, `[m]`.
 
     Guarantees:
         Constant losses converge to `exp(v) = L`. Losses must be positive: v diverges at 0, and weights are NaN below.
@@ -36,7 +28,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
-    return learned_with("uw", value, UwState, rate)
+    return learned_with("uw", value, rate)
 
 
 def value(losses: Tensor, log_variances: Tensor) -> Tensor:

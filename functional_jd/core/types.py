@@ -42,7 +42,7 @@ class AffineWeights(NamedTuple):
 
     Attributes:
         weights: float64, `[m]`, or broadcast to the leaf `[m, *p]`, with all its dimensions.
-        rest: `[*p]`, at least float32.
+        rest: `[*p]`, at least float32; in float64, the sum is float64 too, as weights that cancel need it.
     """
 
     weights: Tensor

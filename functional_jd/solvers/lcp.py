@@ -46,8 +46,7 @@ def linear_complementarity(
 
     Args:
         matrix: float64 `[*, m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
-        offset: float64 `[*, k, m]`, of order one, such that a solution exists, as it does for any q in the range of
-            `M`.
+        offset: float64 `[*, k, m]`, of order one, such that a solution exists, as for any q in the range of `M`.
         allowed: bool `[*, k, m]`; `None` allows all.
         solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
             stand, without a synchronization: up to 64 rows as one launch where Triton is installed, else in `8 m + 24`

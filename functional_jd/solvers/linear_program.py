@@ -52,9 +52,7 @@ def _identity_like(rows: Tensor) -> Tensor:
 
 
 def _vertex(objectives: Tensor, rows: Tensor, limits: Tensor, fixed: bool) -> Tensor:
-    """The basic variables `[*, r]` of the best vertex, slacks counted from n on; with `fixed` without a look. -1 where
-    the search did not end.
-    """
+    """The basic variables `[*, r]` of the best vertex, slacks from n on; -1 where the search did not end."""
     (r, n), k = rows.shape[-2:], objectives.shape[-2]
     A, c = rows.reshape(-1, r, n), objectives.reshape(-1, k, n)
     # The rows of a tableau: one for each constraint, then one for each objective; its last column has the limits.

@@ -19,28 +19,33 @@ _WELL_CONDITIONED = 1e6
 _LOST = 1e-10
 
 
-def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse on the range, zero on its complement (Moore and Penrose); and the projection on the range.
+def pseudo_inverse(matrix: Tensor, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """The inverse on the range, zero on its complement (Moore and Penrose); and the projection on the range. With a
+    `rank`, the range is that of the largest eigenvalues, so many, and of those that equal the least of them.
 
-    In the basis of its eigenvectors V, which are constant to derivatives, a matrix of constant rank is `T S T'`, with S
-    its block of the eigenvalues that are kept, and `T = [1, X]'` a basis of its range, `X S` the block below. Then
-    `A^+ = T M S^-1 M T'` and the projection is `T M T'`, with `M = (T'T)^-1 = 1 - X'X` to third order in X, which is
-    zero except for its derivatives. Two steps of `Y <- Y (2 - S Y)`, that change derivatives only, give those of
-    `S^-1`.
+    In the basis of its eigenvectors V, which are constant to derivatives, the matrix has blocks `S` and `D` of the
+    eigenvalues that are kept and dropped, and `B` below S, with derivatives only. The range has the basis `T = [1, X]'`
+    with `X S - D X = B` to third order in X. In it, the inverse is `T M (S - X'D X)^-1 M T'` and the projection is
+    `T M T'`, with `M = (T'T)^-1 = 1 - X'X`. Two steps give the derivatives of X, and two those of the inverse.
 
     Guarantees:
         Float64 `[*, m, m]`; NaN where the matrix is not finite. Composes with vmap, grad, jvp, compile. First and
-        second derivatives are correct where the rank is constant, also at repeated eigenvalues. The decomposition
-        synchronizes with the device.
+        second derivatives are correct where the rank is constant, also at repeated eigenvalues, unless one of these is
+        kept and another dropped. The decomposition synchronizes with the device.
     """
     finite_matrix, finite = _finite_or_identity(matrix)
     spectrum, V, kept, change = _eigenbasis(finite_matrix)
-    one = torch.diag_embed(kept.to(spectrum.dtype))
-    block = torch.diag_embed(spectrum) + change
+    if rank is not None:
+        kept = kept & (spectrum >= spectrum[..., -min(rank, spectrum.shape[-1]), None])
+    one, dropped = torch.diag_embed(kept.to(spectrum.dtype)), torch.diag_embed(torch.where(kept, 0, spectrum))
+    rotated, border = torch.diag_embed(spectrum) + change, ~kept.unsqueeze(-1) & kept.unsqueeze(-2)
+    gaps = torch.where(border, nonzero(spectrum.unsqueeze(-2) - spectrum.unsqueeze(-1)), torch.inf)
+    first = change / gaps
+    X = first + (change - first @ rotated + rotated @ first) / gaps
+    block = rotated - X.mT @ dropped @ X
     inverse = torch.diag_embed(1 / torch.where(kept, spectrum, torch.inf))
     for _ in range(2):
         inverse = inverse + inverse @ (one - block @ inverse)
-    X = torch.where(kept.unsqueeze(-1), 0, change) @ inverse
     T = one + X
     left = T - T @ X.mT @ X
     inverse = V @ left @ inverse @ left.mT @ V.mT
@@ -135,8 +140,7 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
     k-th step makes the k-th derivative correct there, also at repeated eigenvalues.
 
     Returns:
-        Float64 `[*, m, m]` and the eigenvalues `[*, m]`, ascending, 0 at rounding level; NaN where the matrix is not
-        finite.
+        Float64 `[*, m, m]`; the eigenvalues `[*, m]`, ascending, 0 at rounding level. NaN where A is not finite.
 
     Guarantees:
         Composes with vmap, grad, jvp, compile. First derivatives are correct where the rank is constant, second ones

@@ -10,7 +10,7 @@ from torch.func import grad, jvp, vmap
 from two_tasks import method, same, two_tasks
 
 import functional_jd as fj
-from functional_jd.aggregation.held import HeldState
+from functional_jd.aggregation.lifts import HeldState
 from functional_jd.testing.strategies import jacobians
 
 RULES = {

@@ -1,5 +1,6 @@
 """Natural gradients against least squares by SVD, their invariances, degenerate Gramians, and steps without rows."""
 
+import numpy as np
 import pytest
 import torch
 from bounds import check_within, eps
@@ -116,6 +117,100 @@ def test_derivatives_are_those_of_finite_differences(relative):
     assert torch.autograd.gradcheck(f, [x.clone().requires_grad_() for x in inputs], check_forward_ad=True)
     again = lambda J, r: direction(J, r, 0)
     assert torch.autograd.gradcheck(again, [x.clone().requires_grad_() for x in inputs[:2]], check_forward_ad=True)
+    truncated = lambda J, r, damping: direction(J, r, damping, relative=relative, rank=2)
+    given = [x.clone().requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(truncated, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(truncated, given)
+
+
+# Rank and momentum
+
+
+@pytest.mark.parametrize("damping", [0, 1e-6, 1.0])
+@pytest.mark.parametrize("rank", [1, 2, 4, 9])
+def test_with_a_rank_the_other_singular_values_count_as_zero(rank, damping):
+    """The paper's step is that with damping 0."""
+    J, r = random_rows(6, 5), random_rows(6, seed=1)
+    U, s, V = np.linalg.svd(J.numpy(), full_matrices=False)
+    shares = np.where(np.arange(5) < rank, s / (s**2 + damping), 0)
+    expected = torch.from_numpy(V.T @ (shares * (U.T @ r.numpy())))
+    bound = 2**10 * eps() * float((s[0] / s[min(rank, 5) - 1]) ** 2) * float(r.norm()) / float(s[min(rank, 5) - 1])
+    check_within(direction(J, r, damping, rank=rank), expected, bound)
+
+
+@given(st.integers(0, 99), st.integers(2, 6), st.floats(0, 1), st.floats(1e-3, 1))
+def test_a_rank_leaves_out_what_noise_adds_to_a_jacobian_of_that_rank(seed, m, noise, damping):
+    """Rows that small numbers make independent: with the rank, the step does not leave their plane."""
+    Q = torch.linalg.qr(random_rows(m + 2, 3, seed=seed))[0]
+    left = torch.linalg.qr(random_rows(m, min(m, 3), seed=seed + 1))[0]
+    r = random_rows(m, seed=seed + 2)
+    J = left[:, :2] @ torch.diag(torch.tensor([4.0, 2.0]).double()) @ Q[:, :2].mT
+    if m > 2:
+        J = J + noise * left[:, 2:3] @ Q[:, 2:3].mT
+    found = direction(J, r, damping, rank=2)
+    check_within(found, Q[:, :2] @ (Q[:, :2].mT @ found), 2**12 * eps() * r.norm() / damping)
+    check_within(
+        found, least_squares(left[:, :2] @ (left[:, :2].mT @ J), r, damping), 2**14 * eps() * r.norm() / damping
+    )
+
+
+def test_a_rank_beyond_the_rows_changes_nothing_and_ties_stay_together():
+    J, r = random_rows(3, 5), random_rows(3, seed=1)
+    check_within(direction(J, r, 0.5, rank=7), direction(J, r, 0.5), 2**8 * eps() * r.norm())
+    r = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)  # of three equal singular values, none comes first
+    check_within(direction(torch.eye(3).double(), r, 1.0, rank=1), r / 2, 2**8 * eps())
+    with pytest.raises(ValueError, match="natural_gradient: rank must be an integer of at least 1, found 0"):
+        fj.natural_gradient(rank=0)
+
+
+def by_stacked_least_squares(J, r, damping, momentum, last):
+    stacked = np.vstack([J, damping**0.5 * np.eye(J.shape[1])])
+    right = np.concatenate([r, damping**0.5 * momentum * last])
+    return np.linalg.lstsq(stacked, right, rcond=None)[0], np.linalg.cond(stacked) ** 2  # the rule takes the Gramian
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_direction_with_momentum_is_that_of_least_squares(dtype):
+    """Also where a parameter has as many entries as there are residuals, of which one is absent."""
+    rng, damping, momentum = np.random.default_rng(0), 1e-3, 0.8
+    rule, memory, last = fj.natural_gradient(damping, momentum=momentum), None, np.zeros(8)
+    for k in range(4):
+        J, r = (x.astype(str(dtype).removeprefix("torch.")) for x in (rng.normal(size=(4, 8)), rng.normal(size=4)))
+        if k == 2:
+            J[1], r[1] = 0, 0
+        rows = {"a": torch.tensor(J[:, :4]), "b": torch.tensor(J[:, 4:].reshape(4, 2, 2))}
+        found, _, memory = fj.aggregate(rule, rows, memory, losses=torch.tensor(r))
+        last, condition = by_stacked_least_squares(J.astype(float), r.astype(float), damping, momentum, last)
+        bound = (64 * eps() * condition + eps(dtype)) * np.abs(last).max()
+        check_within(torch.cat([found["a"], found["b"].flatten()]), torch.tensor(last), bound)
+
+
+@given(st.integers(0, 99), st.floats(0.1, 0.9))
+def test_momentum_on_one_linear_problem_leads_to_its_solution(seed, momentum):
+    """A step moves by less than what is left, and what is out of reach does not add up."""
+    A, y = random_rows(5, 3, seed=seed), random_rows(5, seed=seed + 1)
+    expected = torch.linalg.lstsq(A, y.unsqueeze(1)).solution.squeeze(1)
+    rule, memory, w = fj.natural_gradient(1e-3, momentum=momentum), None, torch.zeros(3).double()
+    for _ in range(400):
+        d, _, memory = fj.aggregate(rule, A, memory, losses=A @ w - y)
+        w = w - 0.5 * (1 - momentum) * d
+    least = float(torch.linalg.svdvals(A)[-1])
+    check_within(w, expected, 1e-6 * (1 + float(expected.norm())) / min(1, least**2))
+
+
+def test_with_momentum_a_skipped_step_in_float16_keeps_the_last_direction():
+    losses = fj.per_example(lambda p, x, bad: (torch.tanh(x * p["w"]).sum() - 1) * (1 + bad))
+    losses = fj.autocast(losses, dtype=torch.float16)
+    params, x = {"w": torch.tensor([0.5, -0.25])}, torch.tensor([[1.0, 2.0], [-1.0, 0.5], [0.25, 1.0]])
+    how = {"losses": losses, "aggregator": fj.natural_gradient(0.1, momentum=0.9), "optimizer": fj.sgd(0.1)}
+    good, bad = torch.zeros(3), torch.tensor([0.0, torch.nan, 0.0])
+    state = fj.train_state(params, x, good, scale=fj.scale_state(2.0**10, shape=(3,)), **how)
+    state, info = fj.step(state, x, good, **how)
+    assert info.moved
+    assert state.aggregator["w"].any()
+    after, info = fj.step(state, x, bad, **how)
+    assert info.finite.tolist() == [True, False, True]
+    torch.testing.assert_close(after, state, rtol=0, atol=0)
 
 
 # Steps
