@@ -252,7 +252,6 @@ def test_containers_of_its_own_hold_the_same_leaves():
     own = trees.own_containers(given)
     assert own == given
     assert list(own["order"]) == ["b", "a"]
-    assert own["fixed"] is fixed
     own["list"][1]["new"] = own["pair"][1][0] = own["order"]["c"] = own["new"] = 1
     assert given == {"list": [x, {"deep": x}], "pair": (x, [x]), "order": OrderedDict(b=x, a=x), "fixed": fixed, "n": 3}
 
