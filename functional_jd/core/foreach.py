@@ -24,7 +24,9 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
         return None
     if not (values[0].is_cpu or under_transform()):
         if sum(x.numel() for x in values) <= _SMALL_ELSEWHERE and len({x.dtype for x in values}) == 1 < len(values):
-            values = [torch.cat([_flat(x) for x in values])]
+            # In any order: a matrix that is the transpose of another is not copied.
+            rows = [x.mT if x.ndim == 2 and not x.is_contiguous() else x for x in values]
+            values = [torch.cat([x.reshape(-1) for x in rows])]
         if len(values) == 1:
             return torch.linalg.vector_norm(values[0], torch.inf)
         # Without the flag, torch takes the tensors of a tracer one by one. Other devices may not know `foreach`.
@@ -43,11 +45,6 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
             return joined.abs().amax()
         extrema.extend(torch.aminmax(joined))
     return torch.stack(extrema).abs().amax()
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The elements in any order, of a matrix or its transpose without a copy."""
-    return (x.mT if x.ndim == 2 and not x.is_contiguous() else x).reshape(-1)
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:

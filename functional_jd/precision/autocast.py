@@ -181,16 +181,12 @@ def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
         torch.set_autocast_enabled(device, True)
 
 
-def _regions(settings: list[_Setting]) -> AbstractContextManager[Any]:
+@contextmanager
+def _regions(settings: list[_Setting]) -> Generator[None]:
     """Native autocast as these settings have it, device by device: in a form that torch.compile traces."""
     device, enabled, dtype = settings[0]
-    region = torch.autocast(device, dtype, enabled, cache_enabled=False)
-    return region if len(settings) == 1 else _nested(region, _regions(settings[1:]))
-
-
-@contextmanager
-def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Generator[None]:
-    with outer, inner:
+    rest = _regions(settings[1:]) if settings[1:] else _NOTHING
+    with torch.autocast(device, dtype, enabled, cache_enabled=False), rest:
         yield
 
 
