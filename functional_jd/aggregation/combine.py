@@ -98,7 +98,7 @@ def weights_to_sum(
 def _smaller(weights: Tensor, gramian: Gramian, eps: float) -> Tensor:
     """The smallest weights with the same direction, as far as a sum of rows with this precision can tell.
 
-    Of the multiples v of unit rows with cosines C, the parts along the first eigenvectors of C change the direction
+    For multiples v of unit rows with cosines C, the parts along the first eigenvectors of C change the direction
     least, and cost most digits in the sum. So many of them are left out that the loss of gains, plus the rounding of
     the sum, is least; all, if more than `2 eps^1/2` of it would be rounding.
     """

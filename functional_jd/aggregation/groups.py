@@ -86,7 +86,7 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
 
 def leaf_groups(params: Any, groups: Mapping[str, View]) -> list[tuple[str, int, str]]:
     """The groups of the leaves of parameters, in the order of the leaves, whose keys are sorted: their name, how many
-    leaves they are, and what their rule needs of the rows.
+    leaves they are, and which values of the rows their rule needs.
     """
     check_groups(params, groups)
     return [(key, len(tree_leaves(params[key])), groups[key].products) for key in sorted(params)]

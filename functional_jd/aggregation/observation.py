@@ -28,7 +28,7 @@ class Observation(NamedTuple):
         rows: the Jacobian; `None` where it is not formed.
         others: Jacobians of the same objectives on other batches.
         pullback: `pullback(weights) -> (direction, finite)`, called where autocast is off: a pytree like params, and
-            which rows passed the backward pass without an overflow, or None if the direction and what was known before
+            which rows passed the backward pass without an overflow, or None if the direction and earlier flags
             tell.
         finite: bool with the scale's shape: which rows did not overflow. None if the products or the pullback tell.
         carried: `(buffers, aux)` from the losses.

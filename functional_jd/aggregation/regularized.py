@@ -60,7 +60,7 @@ def of_some(rule: Aggregator, places: Callable[[Losses], tuple[Sequence[int], Ma
     inner = as_view(rule.view)
 
     def receive(seen: Observation) -> tuple[Any, ...]:
-        """What the rule receives; fixed weights `[m]`; its places `[m, k]`; which are absent; rows, if it has them."""
+        """The view of the rule; fixed weights `[m]`; its places `[m, k]`; which are absent; rows, if it has them."""
         own, fixed = places(seen.losses)
         zeros = cast(Tensor, no_gradients.receive(seen))
         units = (zeros + 1).diag()

@@ -26,7 +26,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
     Args:
         preference: u `[m]`, positive: twice the weight means half the loss. Its size counts in a, as in the paper:
             weights that sum to one are usual.
-        tolerance: the distance mu at which the proportions are right; not negative. Two losses are then right to about
+        tolerance: proportions within the distance mu are right; not negative. Two losses are then right to about
             `sqrt(2 mu)`: 1.4 % at 1e-4.
         solver: `"host"` or `"device"`.
 

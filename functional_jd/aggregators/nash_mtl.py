@@ -61,7 +61,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
 
 
 def _two_rows(C: Tensor) -> Tensor:
-    """The solution for two rows with cosine c: `y = (1 + c)^(-1/2)`, and 0 if they are opposite, hence stationary."""
+    """The solution for two rows with cosine c: `y = (1 + c)^(-1/2)`, and 0 if they are opposite, so stationary."""
     one_plus_c = 1 + C[0, 1]
     stationary = one_plus_c <= 2e-14  # half of `1 + c` is the squared norm of their mean
     y = torch.where(stationary, 0, torch.where(stationary, 1, one_plus_c).rsqrt())

@@ -12,8 +12,8 @@ from functional_jd.core.tree import tree_map
 def trimmed_mean(trim: int) -> Aggregator:
     """The mean, in every entry, of the rows without the `trim` largest and the `trim` smallest.
 
-    Per entry, `weights_i = 1 / (m - 2 trim)` for the rows whose place in ascending order is neither among the first nor
-    among the last `trim`, else 0.
+    Per entry, `weights_i = 1 / (m - 2 trim)` for the rows whose place in ascending order is not among the first or
+    last `trim`, else 0.
 
     Args:
         trim: number of rows to drop on either side, at least 0; `2 trim + 1` rows are needed.

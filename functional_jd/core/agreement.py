@@ -52,8 +52,8 @@ def means_if_alike(
 ) -> list[Tensor]:
     """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
 
-    What is sent first has one size and one dtype, whatever the values are: with other numbers of them, ranks would not
-    come to be told. More than 1000 values take a second message. `parts` are one or two, the same number on all
+    The first message has one size and one dtype, whatever the values are: with other numbers of them, ranks could not
+    compare. More than 1000 values take a second message. `parts` are one or two, the same number on all
     ranks. If they differ, all ranks raise ValueError; on an accelerator, without a wait, the means are NaN.
     """
     sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
@@ -84,7 +84,7 @@ def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
 def description(value: Any, keys: bool = True, waiting: bool = True, depth: int = 0) -> Any:
     """The common parts of ranks that build a value alike: names of functions, classes and modules, numbers, tensors.
 
-    The package's own functions count by what they capture too. `keys`: int64 tensors `[2]` count by their values;
+    The package's own functions count by the values they capture too. `keys`: int64 tensors `[2]` count by their values;
     `waiting`: so do those on an accelerator, which waits for it.
     """
     if depth > _DEEPEST or value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -153,7 +153,7 @@ def checksums(leaves: Sequence[Any]) -> list[Tensor]:
     """A checksum of each tensor, int64 `[]`: `sum_k (2 k + 1) bits_k` modulo 2^64, with the bits of entry k.
 
     As the factors are odd, one changed entry always changes it. That of a `DTensor` is that of the whole tensor: the
-    ranks add up theirs, at the same time, one message for all leaves on the same dimensions of a mesh.
+    ranks add up their parts, at the same time, one message for all leaves on the same dimensions of a mesh.
     """
     found = [_of_shard(leaf) for leaf in leaves]
     meshes: dict[Any, list[int]] = {}

@@ -93,8 +93,8 @@ def inner_products(matrix: Tensor) -> Tensor:
 
 
 def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """Matrices with the columns of these leaves `[m, *p]`, of which narrow neighbours are joined: adding up m^2 results
-    of each would cost more than the products. With each matrix, how many columns it has of each.
+    """Matrices with the columns of these leaves `[m, *p]`. Narrow neighbours are joined: adding up m^2 results of each
+    would cost more than the products. With each matrix, how many columns it has of each.
     """
     matrices = [leaf if leaf.ndim == 2 else as_matrix(leaf) for leaf in leaves]
     widths = [x.shape[1] for x in matrices]

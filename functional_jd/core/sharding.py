@@ -1,6 +1,6 @@
 """Sharded leaves: a function opens `DTensor`s to this rank's shards where it begins, and closes them where it ends.
 
-Between, all is local, but for what every rank must know: sums over all entries, and flags. A leaf that is no `DTensor`
+Between, all is local, except sums over all entries and flags, which every rank needs. A leaf that is not a `DTensor`
 passes through all of this unchanged.
 
 `torch.distributed.tensor` takes a second to import: functions import it once there is a `DTensor`.
@@ -78,7 +78,7 @@ class _Collective(Function):
             found = str(error).partition("\n")[0]
             raise RuntimeError(
                 f"distributed: expected an answer of all {replicas} replicas, found {found!r}. "
-                "A replica stopped, fell out of step or hangs: see the first error of all processes, and restart from "
+                "A replica stopped, fell out of step or hangs: read the first error of all processes, and restart from "
                 "the last checkpoint."
             ) from error
 
@@ -91,7 +91,7 @@ class _Collective(Function):
         kind, *group = ctx.collective_args
         if kind not in _ADJOINT:
             raise RuntimeError(
-                "distributed: expected no derivative in reverse mode by what all ranks take over, found one by "
+                "distributed: expected no derivative in reverse mode by values of all ranks, found one by "
                 f"the {kind!r} of all. Start from the state that train_state returned, take forward mode, or detach it."
             )
         return _Collective.apply(cotangents[0], _ADJOINT[kind], *group), None, None, None
@@ -156,7 +156,7 @@ def shard_dims(leaf: Any) -> tuple[tuple[Any, int], ...]:
 def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
     """Add up what was made of each leaf's shard, over the ranks that hold other entries of it.
 
-    A dimension of the mesh on which a leaf is replicated adds nothing: its ranks hold the same entries.
+    A dimension of the mesh that replicates a leaf adds nothing: its ranks hold the same entries.
     """
     groups: dict[Any, list[Tensor]] = {}
     for part, leaf in zip(parts, leaves, strict=True):
@@ -218,7 +218,7 @@ def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
 
 
 def scattered(gradient: Tensor, like: Any, mesh: Any) -> Tensor:
-    """What `gathered` is adjoint to: the sum over the ranks of gradients of a whole leaf, this rank's shard of it."""
+    """The adjoint of `gathered`: the sum over the ranks of gradients of a whole leaf, this rank's shard of it."""
     for dim in range(mesh.ndim):
         cut, ranks = _cut(like, mesh, dim), mesh.size(dim)
         if cut is None:
@@ -264,7 +264,7 @@ def laid_out_as(found: Any, like: Any) -> Any:
 
 
 def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
-    """Where this rank's part of a dimension begins and how long it is, sharded over some dimensions of the mesh.
+    """The begin and the length of this rank's part of a dimension that is sharded over some dimensions of the mesh.
 
     As `torch.chunk` does it, from the first of these on.
     """
@@ -277,7 +277,7 @@ def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def positions(leaf: Any, rows: int = 0) -> Tensor:
-    """Where the entries of this rank's shard are in the whole leaf, flattened: int64, like the shard. `rows=1` leaves
+    """The places of this rank's entries in the whole leaf, flattened: int64, like the shard. `rows=1` leaves
     out the first dimension, of rows, and counts within one row.
     """
     places = torch.zeros((), dtype=torch.int64, device=leaf.device)

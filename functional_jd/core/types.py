@@ -36,7 +36,7 @@ LossFunction: TypeAlias = Callable[..., Any]
 
 
 class AffineWeights(NamedTuple):
-    """In one leaf, how much the current rows count, and what is carried over from earlier ones.
+    """In one leaf, the weights of the current rows, and the sum carried over from earlier ones.
 
     `direction = sum_i weights_i J_i + rest`
 

@@ -229,7 +229,7 @@ def _rank_and_condition(G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def diagnosis_table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
-    """Return one line for all rows, and one per row; an outline for a batch, or if there are no values."""
+    """Return one line for all rows, and one per row; an outline for a batch, or without values."""
     if not all(map(has_values, diagnosis)) or diagnosis.norms.ndim != 1:
         return outline(diagnosis)
     m = len(diagnosis.norms)

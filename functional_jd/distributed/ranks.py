@@ -67,8 +67,8 @@ def check_replicas(tree: Tree, group: Group = None) -> None:
     steps on all replicas, for instance in `on_step` of `fit`. It sends the tree once, and waits for the device.
 
     Args:
-        tree: a `TrainState`, or any pytree of tensors. A `DTensor` is compared over the dimensions of its mesh on which
-            it is replicated.
+        tree: a `TrainState`, or any pytree of tensors. A `DTensor` is compared over the dimensions of its mesh that
+            replicate it.
         group: the replicas, as for `mean_jacobian`.
 
     Raises:

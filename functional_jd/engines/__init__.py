@@ -1,5 +1,5 @@
-"""From losses to an observation: Jacobian, Gramian, weighted pass, the choice between them, and what makes another kind
-of losses or another engine.
+"""From losses to an observation: Jacobian, Gramian, weighted pass, the choice between them, and the parts of
+another kind of losses or another engine.
 """
 
 from functional_jd.aggregation.observation import Observation

@@ -61,7 +61,7 @@ def choose_engine(
     *,
     sharded: bool = False,
 ) -> EngineChoice:
-    """The engine of a step, from what the rule receives, the number m of objectives or an estimate, and the parameters
+    """The engine of a step, from the view of the rule, the number m of objectives or an estimate, and the parameters
     that have rows.
 
     The first tensor of the batch tells at how many positions a linear layer is applied: as many as it has elements,
@@ -189,7 +189,7 @@ def choose_heads(point: "Vjp", own: Sequence[Tensor], m: int, plan: "Plan") -> s
 def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
     """Whether the rows of each input are stacked by one call, or written one by one into preallocated memory.
 
-    Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better. On an
+    Memory holds all rows and those of one input, or all rows and one row of all inputs: the smaller is better. On an
     accelerator, stacking takes a launch for each input, writing one for each row.
     """
     total, largest, reached, on_host = 0, 0, 0, True

@@ -125,7 +125,7 @@ def gramian_fn(
         TypeError, ValueError: what `jacobian_fn` raises.
 
     Guarantees:
-        The Gramian is that of `jacobian_fn`'s rows, and the pullback theirs, for every model: weights may be shared,
+        The Gramian and the pullback are those of `jacobian_fn`'s rows, for every model: weights may be shared,
         transposed or used several times. Linear in the weights. Composes with vmap, grad, jvp and compile; derivatives
         of the Gramian are right. Losses that contain `torch.autograd.grad` or that vmap cannot take are evaluated again
         by rows, with a `SlowPathWarning`; buffers and random numbers are those of one evaluation.
@@ -320,10 +320,10 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
 
 
 def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], plan: Plan) -> tuple[list[Any], int]:
-    """What the rows on a batch are made of, and their number."""
+    """The parts of the rows on a batch, and the number of rows."""
     if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            "cross_gramian_fn: each batch must be a tuple of what the losses take after the parameters, found "
+            "cross_gramian_fn: each batch must be a tuple of the arguments after the parameters, found "
             f"{type(batch).__name__}. Write (x,) for a single tensor."
         )
     if any_sharded(tree_leaves(params)):

@@ -19,7 +19,7 @@ from functional_jd.torch_compat.watching import WatchingMode, watched
 
 
 def is_differentiable(values: Any) -> bool:
-    """Whether a derivative of what is made of a pytree may be asked for: under a transform, or as a tensor requires
+    """Whether a derivative through this pytree may be taken: under a transform, or as a tensor requires
     grad.
     """
     if under_transform():
@@ -34,7 +34,7 @@ def is_differentiable(values: Any) -> bool:
 def evaluate_losses(
     losses: LossFunction, args: tuple[Any, ...], plan: Plan, recorder: WatchingMode | None = None
 ) -> tuple[list[Tensor], Any]:
-    """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned.
+    """The losses in at least float32, so that cotangents do not overflow; then `(losses, aux)` as returned.
 
     Losses that add to the dicts of their batch what they have computed do not find it there when they are evaluated
     again: it was computed with other parameters.
@@ -96,8 +96,8 @@ def check_example_losses(outputs: list[Tensor], *counts: int) -> None:
         raise ValueError(
             "per_example: the loss of one example must be one scalar, found "
             f"{[list(y.shape)[n:] for y in outputs]}. For several residuals per point, give each a name of "
-            "its own, or take a plain function: .mean() is for losses, as the signs of residuals cancel. Of shape [1], "
-            "return loss[0]."
+            "its own, or take a plain function: .mean() is for losses, as the signs of residuals cancel. For shape "
+            "[1], return loss[0]."
         )
 
 

@@ -16,7 +16,7 @@ LeafGroup: TypeAlias = tuple[str, int, str]
 
 
 class Plan(NamedTuple):
-    """What the caller of an engine wants: how to differentiate and, in a step, the losses at a point and the rule.
+    """The request of an engine's caller: how to differentiate and, in a step, the losses at a point and the rule.
 
     Attributes:
         has_aux: whether the losses return `(losses, aux)`; in a step they return `(losses, (buffers, aux))`.
@@ -106,6 +106,6 @@ def require(plan: Plan, name: str, *, serves: bool, rules: str) -> None:
     """
     if not serves:
         raise ValueError(
-            f"{here()}: engine={name!r} serves rules that need {rules}, found one that needs {plan.view.needs}. "
+            f"{here()}: engine={name!r} serves rules that need {rules}, found a rule that needs {plan.view.needs}. "
             "Use engine='auto' or 'jacobian'."
         )

@@ -161,8 +161,8 @@ def _check(engine: str, plan: Plan) -> None:
         )
     if engine == "weighted" and view.products != "none":
         raise ValueError(
-            f"{here()}: replicated('weighted') serves rules that need no gradients, found one that needs {view.needs}. "
-            "Use replicated()."
+            f"{here()}: replicated('weighted') serves rules that need no gradients, found a rule that needs "
+            f"{view.needs}. Use replicated()."
         )
 
 

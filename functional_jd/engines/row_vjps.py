@@ -108,7 +108,7 @@ def blamed(magnitude: Tensor, rows: Rows, own: bool = False) -> Rows:
 
 
 def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Result], plan: Plan) -> Result:
-    """Run one of two forms of the same: `"auto"` takes the vmapped one and, where vmap refuses it, the loop."""
+    """Run one of two forms of the same: `"auto"` takes the vmapped one and, if vmap raises, the loop."""
     if mode == "loop":
         return looped()
     if mode == "vmap" or torch.compiler.is_compiling():
@@ -165,7 +165,7 @@ def _cotangents(point: Vjp, factors: Tensor, group: slice) -> Rows:
 
 
 def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_size: int | None) -> Rows:
-    """Rows by vmap, so many at once. Cotangents are made group by group, as those of all objectives are `[m, m]`."""
+    """Rows by vmap, `chunk_size` at once. Cotangents are made by groups, as those of all objectives are `[m, m]`."""
     reached: list[bool] = []
     refuse_batched_distances(point.outputs)
 
@@ -226,7 +226,7 @@ def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -
 
 
 def _memory(part: list[Tensor | None], m: int, one: bool) -> Rows:
-    """Rows without values, of which `part` is one or several. On an accelerator, neighbours are columns of a matrix."""
+    """Rows without values, like `part`, one or several. On an accelerator, neighbours are columns of a matrix."""
     rows: Rows = [None] * len(part)
     own = [(k, g, g.shape if one else g.shape[1:]) for k, g in enumerate(part) if g is not None]
     apart = [g.is_cpu or g.requires_grad for _, g, _ in own]

@@ -105,7 +105,7 @@ def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> V
 
 
 class _Made(TorchFunctionMode):
-    """Notes which ops are convolutions, and the shapes of what all return, which the gradients have too."""
+    """Notes which ops are convolutions, and the shapes of all results, which the gradients have too."""
 
     def __init__(self, made: list[tuple[bool, torch.Size]]):
         super().__init__()
@@ -169,10 +169,10 @@ def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: b
         for x in leaves:
             if x.grad is not None:
                 raise ValueError(
-                    f"{here()}: expected custom autograd functions whose backward returns its gradients, found one "
-                    "that calls Tensor.backward or torch.autograd.backward, by which those of the parameters inside it "
-                    "are lost. Pass it the parameters as inputs, and return what torch.autograd.grad gives; or, of a "
-                    "reversible model, take the form that does not recompute."
+                    f"{here()}: a custom autograd function must return its gradients, found a backward that calls "
+                    "Tensor.backward or torch.autograd.backward. The gradients of its parameters would be lost. Pass "
+                    "the parameters as inputs and return the result of torch.autograd.grad, or take the form of a "
+                    "reversible model that does not recompute."
                 )
         return found
 

@@ -60,8 +60,8 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
 def volume(points: Tensor, reference: Tensor) -> Tensor:
     """The volumes of sets of points `[..., K, m]` that are nowhere beyond the reference.
 
-    Cut at the points' last coordinates: between two of them, the slice is what the points below dominate in the other
-    coordinates. All terms are non-negative, so nothing cancels.
+    Cut at the points' last coordinates: between two of them, the slice is the part that points below dominate in the
+    other coordinates. All terms are non-negative, so nothing cancels.
     """
     last, bound = points[..., -1], reference[-1]
     if points.shape[-1] == 1:

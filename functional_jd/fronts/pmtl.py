@@ -23,7 +23,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
 
     The sector of k has the losses whose angle with `u_k` is smallest among all preferences: with unit vectors u,
     `(u_j - u_k)'L <= 0` for all j. The direction has the least norm in the convex hull of gradients: first, for a
-    solution outside of its sector, of the violated `(u_j - u_k)'L`; afterwards of all losses and what is violated.
+    solution outside of its sector, of the violated `(u_j - u_k)'L`; afterwards of all losses and the violated ones.
 
     Args:
         preferences: u `[K, m]`, one in a row, all that `fronts.train` is given: not negative, none of them zero.
@@ -77,6 +77,6 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
 
 
 def _units(preferences: Tensor) -> Tensor:
-    """Preferences `[*, m]` by their lengths, of which no square may underflow or overflow."""
+    """Preferences `[*, m]` by their lengths, whose squares may not underflow or overflow."""
     largest = nonzero(preferences.detach().abs().amax(-1, keepdim=True))
     return torch.nn.functional.normalize(preferences / largest, dim=-1)

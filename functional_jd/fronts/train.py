@@ -87,7 +87,7 @@ def train(
         The solutions, with their losses on the last batch.
 
     Guarantees:
-        Solution k is what `train_state` and `step` give by themselves with `rule(preferences[k])`, to rounding; of a
+        Solution k is that of `train_state` and `step` alone with `rule(preferences[k])`, to rounding; for a
         population, with the weights that it gives to all. Two calls on halves of the batches are one call on all. Pure;
         random numbers in the losses need keys (`keyed`).
 

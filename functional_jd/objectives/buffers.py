@@ -45,7 +45,7 @@ class FeaturesAndBuffers(NamedTuple):
 
 
 def with_carried(result: Any, extras: Extras) -> tuple[Losses, Carried]:
-    """`(losses, (buffers, aux))` from what losses with these extras returned."""
+    """`(losses, (buffers, aux))` from the result of losses with these extras."""
     parts = ["losses", *(["buffers"] if extras.takes_buffers else []), *(["aux"] if extras.has_aux else [])]
     if len(parts) == 1:
         return result, ((), ())

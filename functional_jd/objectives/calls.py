@@ -52,8 +52,8 @@ READS_MODULES = TorchVersion(torch.__version__) >= "2.13"
 
 
 def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
-    """What losses return while torch.compile traces them. A transform does not let values out: attributes of modules
-    that hold some have afterwards what they had before.
+    """The result of losses while torch.compile traces them. A transform does not let values out: attributes of modules
+    that hold some have their old values afterwards.
     """
     parts: list[tuple[nn.Module, dict[str, Any]]] = []
     TRACED.append(parts)

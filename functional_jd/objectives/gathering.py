@@ -61,7 +61,7 @@ class Gathers:
             check_alike({_ALIKE: doing}, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
 
     def mean(self, values: list[Tensor], described: list[str]) -> list[Tensor]:
-        """The means over the ranks of losses, with which digests of the names, their own too, and of the rule go."""
+        """The means over the ranks of losses, sent with digests of the names, their own too, and of the rule."""
         used = f"{', '.join(self.names)}; {', '.join(described)}"
         parts = {_ALIKE: used, "the same rule": repr(description(self.rule, keys=False, waiting=False))}
         mean = partial(over_mesh, "mean", mesh=self.mesh)
@@ -104,7 +104,7 @@ _CURE = "Let all ranks compute their losses alike, whatever their batches hold, 
 class GatheredWhereUsed(Tensor):
     """A leaf as the losses see it: every function of torch that takes it gets the whole leaf, gathered just before.
 
-    So a leaf is whole for the time of one function, and its gradient is scattered as soon as it is known: that of a
+    So a leaf is whole for the time of one function, and its gradient is scattered once it is known: that of a
     leaf that is gathered before all others would wait for all of them. A `torch.autograd.Function` takes the leaf
     itself, and returns a gradient of the whole. Code below Python that reads its memory raises.
     """
@@ -140,8 +140,8 @@ class GatheredWhereUsed(Tensor):
         # The next function would gather the leaf again, without the change.
         if any(version(whole) != before for whole, before in opened):
             raise RuntimeError(
-                "sharded: expected losses that leave their parameters as they are, found one that "
-                f"{getattr(func, '__name__', func)} changes in place. Use a form that returns a new tensor."
+                "sharded: losses must not change their parameters, found one changed in place by "
+                f"{getattr(func, '__name__', func)}. Use a form that returns a new tensor."
             )
         return result
 

@@ -66,7 +66,7 @@ class PerExample(Declared):
         dims = self.in_dims if isinstance(self.in_dims, Sequence) else (self.in_dims,) * len(batch)
         if len(dims) != len(batch):
             raise ValueError(
-                f"per_example: in_dims names {len(dims)} arguments, found {len(batch)} besides the parameters. "
+                f"per_example: in_dims names {len(dims)} arguments, found {len(batch)} after the parameters. "
                 "Give one dimension per argument, or a single one for all."
             )
         if all(dim is None for dim in dims):
@@ -241,7 +241,7 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
     Guarantees:
         The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of
-        theirs. To apply the weights of a rule to the heads as well, pass a plain function.
+        their rows. To apply the weights of a rule to the heads as well, pass a plain function.
 
     Example:
         >>> tasks = multitask(

@@ -172,8 +172,8 @@ def _instance(
     """Return an instance of the class with copies of the parameters, gradients and state, at this learning rate."""
     if under_functorch():
         raise ValueError(
-            "from_torch: expected no transform, since torch.optim works in place, found one of torch.func. Use sgd, "
-            "adamw or from_transformation."
+            "from_torch: torch.optim works in place and must be outside of transforms, found torch.func around it. Use "
+            "sgd, adamw or from_transformation."
         )
     copies = [leaf.detach().clone() for leaf in params]
     # Else the count of steps is a number of the host, which waits for it. But its powers are then of float32.
@@ -191,7 +191,7 @@ def _instance(
 
 
 def _sharded_entry(entry: dict[str, Any], leaf: Tensor) -> dict[str, Any]:
-    """The state of one leaf: what has the shape of its shard is sharded as it is."""
+    """The state of one leaf: a tensor with the shape of its shard is sharded like it."""
     shape = shard_of(leaf).shape
     return {key: sharded_as(x, leaf) if x.shape == shape else x for key, x in entry.items()}
 

@@ -94,7 +94,7 @@ def check_betas(betas: Any) -> tuple[float, float]:
 
 def on_shards(update: Callable[..., tuple[Params, Tree]], *given: Any) -> tuple[Params, Tree]:
     """An update of single entries, `update(*first, direction, state, params)`, of sharded params: it is called with
-    this rank's shards, and what it returns has the layouts of params and state.
+    this rank's shards, and the result has the layouts of params and state.
     """
     *first, direction, state, params = given
     leaves, structure = floating_leaves(params)

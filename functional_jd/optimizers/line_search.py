@@ -113,7 +113,7 @@ def _between(params: Params, proposed: Params, rate: Tensor) -> Params:
 
 
 def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
-    """The merit at every rate, `[k]`, without a trace in generators, or in what the losses change in place."""
+    """The merit at every rate, `[k]`, without a trace in generators, or in values that the losses change in place."""
     if torch.compiler.is_compiling():
         return torch.vmap(merit_at, randomness="same")(rates)
     journal, draws = StateJournal(), random_state()

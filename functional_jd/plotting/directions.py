@@ -118,7 +118,7 @@ def _cone_axes(ax: Ax | None, rows: Array) -> Ax:
     if (ax.name == "3d") != (dimensions == 3):
         call = 'plt.subplots(subplot_kw={"projection": "3d"})' if dimensions == 3 else "plt.subplots()"
         raise ValueError(
-            f"cone: {dimensions} dimensions need axes of as many, found axes of the projection {ax.name!r}. "
+            f"cone: {dimensions} dimensions need axes of the same number, found axes of the projection {ax.name!r}. "
             f"Create them with {call}, or pass ax=None."
         )
     axes_3d: Any = ax

@@ -78,7 +78,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"autocast: dtype must be torch.float16 or torch.bfloat16, found {dtype}. "
-            "Call the function as it is for full precision."
+            "For full precision, call the function itself."
         )
     if isinstance(f, Declared):
         return f.each(partial(autocast, dtype=dtype))
@@ -125,7 +125,7 @@ def autocast_disabled() -> AbstractContextManager[Any]:
 
 
 def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:
-    """What makes contexts in which native autocast is as it is now, for functions that run in a backward pass."""
+    """A maker of contexts with the present state of native autocast, for functions that run in a backward pass."""
     now: list[_Setting] = [
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()
     ]
@@ -135,7 +135,7 @@ def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:
 def without_cache() -> AbstractContextManager[Any]:
     """A context in which native autocast, if it is on, keeps no weights that it has cast.
 
-    The parameters that an engine differentiates are new tensors in each call: what is kept of them serves nobody.
+    The parameters that an engine differentiates are new tensors in each call: copies of them would never be read.
     """
     if torch.compiler.is_compiling() or not any(map(torch.is_autocast_enabled, _found_devices())):
         return _NOTHING

@@ -212,7 +212,7 @@ def draw_normals(keys: Tensor, counts: list[int], dtype: torch.dtype) -> Iterato
 
 
 def draw_at(key: Tensor, positions: Tensor, what: str, dtype: torch.dtype) -> Tensor:
-    """The numbers at some positions of what `draw` gives for a key: like `positions`, int64.
+    """The numbers of `draw` for a key at some positions, which are int64: shaped like `positions`.
 
     For ranks that need a part of the numbers, not in one piece.
     """

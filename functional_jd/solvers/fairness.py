@@ -35,7 +35,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: S
         solver: `"host"`, or `"device"`: where its inputs stand, in 80 steps, without a synchronization.
 
     Returns:
-        v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. Where rows are stationary (a convex
+        v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. If rows are stationary (a convex
         combination of the unit rows is within 1e-7 of zero) no solution exists. All are 0 then for p <= 1, or where
         all gains `C y` vanish. For p > 1, v is where the equation holds to the rounding of `C y`. A share below 1e-60
         of the sum of all `k v` may be too large, with derivative zero. A search that did not converge gives 0 within
@@ -127,7 +127,7 @@ def _factor(C: Tensor, size: Tensor, rate: Tensor, power: Tensor) -> Tensor:
 
 
 def _no_larger_than_one(v: Tensor, power: float | Tensor) -> Tensor:
-    """What brings the rows and columns of Newton's matrix to order one, although powers of v may overflow."""
+    """Factors that bring the rows and columns of Newton's matrix to order one, although powers of v may overflow."""
     return (v ** ((1 + power) / 2)).clamp(max=1)
 
 
@@ -147,7 +147,7 @@ def _relative_square(y: Tensor, gain: Tensor) -> Tensor:
 
 
 def _is_rounding(C: Tensor, y: Tensor, gain: Tensor, wanted: Tensor) -> Tensor:
-    """Whether the gains are as wanted, but for the rounding of `C y`."""
+    """Whether the gains are as wanted, up to the rounding of `C y`."""
     rounding = 4 * torch.finfo(C.dtype).eps * matvec(C.abs(), y)
     return ((gain - wanted).abs() <= rounding).all(-1, keepdim=True)
 

@@ -58,7 +58,7 @@ def linear_complementarity(
 
     Guarantees:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. The error e, measured as
-        `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition number
+        `(e'M e)^1/2`, is that of rounding the entries of M and q: at most about 1e-16 times the condition number
         of the active part of M, however singular M itself, and that only where s is as large as its root, as on
         nearly opposite rows; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12. An eigenvalue of 1e-14 or
         less of the active part counts as zero.

@@ -64,7 +64,7 @@ def has_clear_rank(matrix: Tensor) -> bool:
 
 
 def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
-    """Solve `(A + damping 1) x = b` for a Gramian `A = J J'`, where `J'x` is what counts.
+    """Solve `(A + damping 1) x = b` for a Gramian `A = J J'`, where only `J'x` counts.
 
     With `b = b_1 + b_0`, b_0 out of the range of A, x holds `b_0 / damping`, which `J'` maps to zero up to rounding.
     If that rounding is more than 1e-10 of `J'x`, and the rank of A is clear, x is the solution for `b_1`, by the

@@ -34,7 +34,7 @@ def worst_gain_multipliers(
         gains: beta, float64 `[*, m]`: the cosines of x with the rows.
         sizes: rho, float64 `[*, m]`, positive, the largest 1; 1 for a row of zeros.
         radius: c > 0, a number, or float64 `[]` or `[*, 1]`.
-        solver: as of `linear_complementarity`, of which the search on the device takes 25.
+        solver: as of `linear_complementarity`, which the search on the device calls 25 times.
 
     Returns:
         v, float64 `[*, m]`, non-negative up to rounding, NaN where C, beta or c is not finite. It is 0 where the

@@ -221,7 +221,7 @@ def _counterexample(
 ) -> Counterexample | None:
     """Return a counterexample if the law is broken in this case, else `None`.
 
-    The global generator starts anew for every case, so that a function which draws from it fails in the same cases.
+    The global generator starts again for every case, so that a function which draws from it fails in the same cases.
     """
     jacobian, others, losses = case
     subject = (rule, hyper) if law is hyper_parameters_are_values else (_built(rule, hyper),)
@@ -233,8 +233,8 @@ def _counterexample(
         return Counterexample(law, jacobian, others, losses, error, hyper)
     if returned is not None:
         raise TypeError(
-            f"{law.__name__}: expected a law, which raises AssertionError where it is broken and returns nothing, "
-            f"found one that returns {described(returned)}. Use assert."
+            f"{law.__name__}: expected a law, which raises AssertionError if it is broken and returns nothing, "
+            f"found a function that returns {described(returned)}. Use assert."
         )
     return None
 

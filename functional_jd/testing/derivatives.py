@@ -40,8 +40,8 @@ def hyper_parameters_are_values(
 
     Args:
         build: `build(**hyper) -> rule`. At the end of a range it must raise ValueError for the next number, to be
-            tested on one side. The law looks no farther: that all numbers out of range are refused, and that such
-            tensors give NaN weights, it does not test.
+            tested on one side. The law does not test whether all numbers out of range raise, or such
+            tensors give NaN weights.
         hyper: the hyper-parameters to test, as numbers.
         jacobian: the Jacobian.
         others: the Jacobians on other batches, for a rule that uses them.
@@ -69,7 +69,7 @@ def hyper_parameters_are_values(
 def differentiable(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction has a derivative by the Jacobian, that of differences: `d/dt A(J + t V)`, of three steps.
 
-    Whoever learns through steps (hyper-parameters, starts, what losses depend on) differentiates the rule by J. At J
+    Learning through steps (hyper-parameters, starts, inputs of losses) differentiates the rule by J. At J
     itself, where rows may be zero or tie, forward and reverse derivatives along one V are finite. Away from ties, where
     every entry is moved by up to an eighth of the largest entry of its row, they are the differences from `t = -2^-13`
     to `t = 2^-13`. The entries of V are of the size of the largest entry of their row.
@@ -117,7 +117,7 @@ def _three_steps(rule: Aggregator, cases: Sequence[Case]) -> _Found:
 def _check_slopes(
     at: str, number: float, known: Mapping[float, _Found], third_order: Tensor, directions: _Directions
 ) -> None:
-    """Compare derivatives at the number with the differences of what is known at three numbers at equal distances."""
+    """Compare derivatives at the number with the differences of known values at three numbers at equal distances."""
     values = list(known)
     (first, middle, last), reaches = zip(*known.values(), strict=True)
     reach = torch.stack(reaches).amax(0)
@@ -155,13 +155,13 @@ def _slopes(number: float, directions: _Directions) -> Iterator[tuple[str, Tenso
 
 
 def _of_third_order(known: Mapping[float, _Found]) -> Tensor:
-    """How far differences are from derivatives beside the change of slope, of a function whose scale is its number."""
+    """Distances of differences from derivatives, without the change of slope; the scale of a function is its number."""
     (first, _), _, (last, _) = known.values()
     return 2 * _STEP**2 * (last - first).abs()
 
 
 def _neighbours(number: float, directions: _Directions) -> dict[float, _Found]:
-    """What is found at three valid numbers at equal distances, the given one among them."""
+    """The findings at three valid numbers at equal distances, the given one among them."""
     step = _STEP * (abs(number) or 1.0)
     for offset in (-1, 0, -2):
         values = [number + (offset + i) * step for i in range(3)]
@@ -170,6 +170,6 @@ def _neighbours(number: float, directions: _Directions) -> dict[float, _Found]:
         except ValueError:
             continue
     raise ValueError(
-        f"hyper_parameters_are_values: found no valid numbers beside {number}. Test numbers of which the neighbours at "
-        "a distance of 2^-10 are valid, on one side at least."
+        f"hyper_parameters_are_values: found no valid numbers next to {number}. Test numbers with valid neighbours at "
+        "a distance of 2^-10, on one side at least."
     )

@@ -73,7 +73,7 @@ def matrix(jacobian: Jacobian) -> Tensor:
 
 
 def reach_of(jacobian: Jacobian, weights: Tree) -> Tensor:
-    """`sum_i |weights_i J_i|`, for every entry of the direction. Weights of zero beside a `rest` count as 1/m."""
+    """`sum_i |weights_i J_i|`, for every entry of the direction. Weights of zero with a `rest` count as 1/m."""
     sizes = weights.abs() if is_per_row(weights) else tree_map(lambda _, weight: _size(weight), jacobian, weights)
     return flat(combine(tree_map(lambda leaf: leaf.double().abs(), jacobian), sizes))
 
@@ -124,13 +124,13 @@ def check_same(found: Tree, expected: Tree, message: str) -> None:
 
 
 def runs(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-    """A law that rules break by raising: what has no results as it is has none when it is compiled."""
+    """A law that rules break by raising: without results in eager mode, a rule has none when it is compiled."""
     state = aggregate(rule, jacobian, None, *others, losses=losses).state
     aggregate(rule, jacobian, state, *others, losses=losses)
 
 
 def watched(rule: Aggregator) -> Aggregator:
-    """The rule, which must leave what it sees as it was, and what it finds in its closure."""
+    """The rule, which must not change its view, its state or its closure."""
 
     def update(view: Any, state: Any) -> Any:
         before = tree_map(torch.clone, view)
@@ -157,9 +157,7 @@ def _check_closure(f: Callable[..., Any], *arguments: Any) -> None:
     memory = {x.untyped_storage().data_ptr() for x in tensors[0]}
     for x in tensors[1]:
         if x.untyped_storage().data_ptr() in memory:
-            raise AssertionError(
-                f"the rule writes into a tensor {list(x.shape)} that is neither its view nor its state"
-            )
+            raise AssertionError(f"the rule writes into a tensor {list(x.shape)} that is not part of its view or state")
 
 
 def structure_of(tree: Tree) -> Any:

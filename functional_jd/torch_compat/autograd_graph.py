@@ -37,8 +37,8 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
 
 
 def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
-    """Pairs of a value and what `torch.autograd.grad` takes as its output: of scalars that `torch.stack` joined, each
-    by itself; of all else, the tensor.
+    """Pairs of a value and its output for `torch.autograd.grad`: each scalar that `torch.stack` joined by itself, or
+    else the tensor.
     """
     node: Any = y.grad_fn
     if node is None or node.name() != "StackBackward0" or y.ndim != 1:
@@ -80,7 +80,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached.
 
-    Its questions about each tensor are left out where no mode and no subclass of tensors is to see the call.
+    Its questions about each tensor are left out if no mode and no subclass of tensors intercepts the call.
     """
     try:
         how = retain_graph, create_graph

@@ -23,8 +23,8 @@ class SlowPathWarning(UserWarning):
 def here() -> str:
     """The name of the public function that the user called, for errors and warnings: the innermost on the stack.
 
-    What `jacobian_fn` returned is called "jacobian_fn", and a `PerExample` "per_example". What a rule or an optimizer
-    is made of takes the name of the function that calls it. What torch.compile traces has no stack.
+    The result of `jacobian_fn` is called "jacobian_fn", and a `PerExample` "per_example". The parts of a rule or an
+    optimizer take the name of the function that calls it. Code that torch.compile traces has no stack.
     """
     builder = other = ""
     frame = None if torch.compiler.is_dynamo_compiling() else currentframe()

@@ -45,7 +45,7 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
 
 
 def _zeros_on(devices: set[torch.device]) -> dict[Any, Any]:
-    """What makes the zeros of forward mode. Torch makes them on "meta", without memory: they move to the device."""
+    """The maker of the zeros of forward mode. Torch makes them on "meta", without memory: they move to the device."""
     op = getattr(torch.ops.aten, "_efficientzerotensor", None)
     device: Any = {"device": next(iter(devices))} if len(devices) == 1 else {}
     return {} if op is None else {op.default: lambda size, **how: torch.zeros(size, **{**how, **device})}

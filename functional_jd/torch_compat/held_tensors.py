@@ -72,7 +72,7 @@ class Held:
     thread: int = field(default_factory=get_ident)
 
     def watch(self, nodes: set[Any]) -> None:
-        """Let backward passes through these nodes hold the tensors. Nodes of earlier calls keep theirs."""
+        """Let backward passes through these nodes hold the tensors. Nodes of earlier calls keep their own."""
         for node in nodes:
             if node.metadata.setdefault(self.holder, self) is self:
                 node.register_prehook(lambda _: self.hold(gradients=False))
@@ -102,7 +102,7 @@ class Held:
         return next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None) if _SPANS else None
 
     def _time(self, gradients: bool) -> Generator[None]:
-        """A time for which the module holds the tensors."""
+        """A time while the module holds the tensors."""
         thread = get_ident()
         if _works_for_autograd():  # for several
             last, thread = self._last(), self.thread
@@ -151,7 +151,7 @@ def _works_for_autograd() -> bool:
 
 
 class _Span:
-    """A time for which a module holds the tensors of a call, and what stood in each place before."""
+    """A time while a module holds the tensors of a call, and the former tensor of each place."""
 
     def __init__(self, held: Held, gradients: bool):
         self.held, self.gradients = held, gradients

@@ -11,7 +11,7 @@ from functional_jd.torch_compat.torch_internals import module_tensors
 
 
 class Place(NamedTuple):
-    """Where a module holds a tensor."""
+    """The place of a tensor in a module."""
 
     home: dict[str, Any]  # the parameters, or the buffers, of one part of the module
     name: str  # in `home`

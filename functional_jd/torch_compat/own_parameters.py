@@ -15,8 +15,8 @@ from functional_jd.torch_compat.watching import IN_PLACE_NAMES
 
 
 class UsedParameters(TorchFunctionMode):
-    """A mode that sees which of a module's `own` parameters it computes with, frozen ones too. `start` is what it is
-    given instead, and with them.
+    """A mode that sees which of a module's `own` parameters it computes with, frozen ones too. `start` holds the
+    tensors given instead, and with them.
     """
 
     def __init__(self, own: dict[str, Tensor], start: Iterable[Tensor]):

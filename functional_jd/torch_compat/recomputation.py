@@ -17,7 +17,7 @@ _REENTRANT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
 
 
 class RecomputedMode(TorchFunctionMode):
-    """A mode under which `torch.utils.checkpoint(..., use_reentrant=False)` runs again what ran under it.
+    """A mode whose ops `torch.utils.checkpoint(..., use_reentrant=False)` runs again under the same mode.
 
     The handler of a subclass calls `note_checkpoints` first. torch.compile, which traces checkpoints with the modes
     around them, needs none of this.
@@ -45,14 +45,14 @@ class RecomputedMode(TorchFunctionMode):
                 frame.recompute_fn.contexts.setdefault(id(self), self.again())
 
     def again(self) -> Callable[[], TorchFunctionMode]:
-        """What makes the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
+        """The maker of the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
         may keep the graph alive.
         """
         return type(self)
 
 
 class _Recomputation:
-    """The function of a checkpoint, as torch runs it again: under the contexts, of which an inner one came first."""
+    """The function of a checkpoint, as torch runs it again: under the contexts, the inner ones first."""
 
     def __init__(self, run: Callable[..., None]):
         self.run = run

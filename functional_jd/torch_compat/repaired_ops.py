@@ -19,7 +19,7 @@ _FEW_POINTS = 25
 
 
 def refuse_batched_distances(outputs: list[Tensor]) -> None:
-    """Raise RuntimeError if plain `torch.cdist` made some of these outputs. The rule by which torch batches its
+    """Raise RuntimeError if plain `torch.cdist` made some of these outputs. Torch's batching rule of its
     derivative goes by the points, and gives wrong numbers where only the gradients are batched.
     """
     if not under_transform() and any(node.name() == "CdistBackward0" for node in graph_nodes(outputs)):
@@ -80,7 +80,7 @@ BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_n
 
 def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
     """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one. With momentum 0 and
-    without averages it is no layer: convolutions standardize their weights so.
+    without averages it is not a layer: convolutions standardize their weights so.
     """
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     momentum = args[6] if len(args) > 6 else kwargs.get("momentum")
@@ -111,7 +111,7 @@ class RepairedOps(TorchFunctionMode):
 class SeparateNormAffine(RecomputedMode):
     """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
 
-    Where rows are differentiated together, torch treats the mean, deviation or norm that such a layer saved as
+    If rows are differentiated together, torch treats the mean, deviation or norm that such a layer saved as
     constants: derivatives of the rows would be wrong (functorch#534).
     """
 

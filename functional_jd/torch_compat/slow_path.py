@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 def attempt(fast: Callable[[], Result], slow: Callable[[], Result], *, instead: str, journal: Any = None) -> Result:
     """`fast()`; where that raises, `slow()`, with a `SlowPathWarning` that says why and at what price.
 
-    `instead` is what `slow` does and costs. With the `StateJournal` in which `fast` noted its changes, buffers are put
+    `instead` names the work and the cost of `slow`. With the `StateJournal` of the changes by `fast`, buffers are put
     back and random numbers are drawn again, so that both are those of one evaluation. Errors of the losses themselves
     come from `slow`; those of missing memory from `fast` too, as the slow way takes no less.
     """
@@ -49,8 +49,8 @@ def refuse_export() -> None:
     """Raise if torch.export traces: what torch.func returns is a constant to it."""
     if _is_exporting():
         raise ValueError(
-            f"{here()}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func "
-            "returns for constants. Export what torch.fx.experimental.proxy_tensor.make_fx(f)(*args) returns."
+            f"{here()}: the tracer must trace derivatives, found torch.export, which takes results of torch.func "
+            "for constants. Export the result of torch.fx.experimental.proxy_tensor.make_fx(f)(*args)."
         )
 
 
@@ -82,7 +82,7 @@ def set_random_state(states: Any) -> None:
 
 
 def random_state_outside_torch() -> Callable[[], None]:
-    """A function that puts the generators of Python's `random` and of `numpy.random` back to what they are now."""
+    """A function that puts the generators of Python's `random` and of `numpy.random` back to their present state."""
     own: Any = random.getstate()
     numpy = sys.modules.get("numpy.random")
     other = None if numpy is None else numpy.get_state()
@@ -105,7 +105,7 @@ def _reason(error: BaseException) -> str:
 
 
 def cure_of(message: str) -> str:
-    """A cure for an error of torch that names none."""
+    """A fix for an error of torch that names none."""
     if "setup_context staticmethod" not in message and "_fwd_used_autocast" not in message:
         return ""
     return (

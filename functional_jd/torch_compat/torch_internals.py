@@ -36,7 +36,7 @@ class Missing:
 def private(name: str, feature: str, otherwise: Any = None) -> Any:
     """An object of torch by its dotted name, itself: bound once, it costs no call more. `feature` needs it.
 
-    Where torch has no such name: `otherwise`, or a `Missing`.
+    If torch has no such name: `otherwise`, or a `Missing`.
     """
     try:
         return resolve_name(f"torch.{name}")
@@ -73,7 +73,7 @@ GRAPH_ATTRIBUTES = (REQUIRES_GRAD, GRAD_FN)
 
 
 def constant_while_tracing(f: _Function) -> _Function:
-    """`torch.compiler.assume_constant_result`, but for the import of the compiler, which takes as long as torch."""
+    """`torch.compiler.assume_constant_result` without the import of the compiler, which takes as long as torch."""
     f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return f
 
@@ -148,7 +148,7 @@ def examples_first(x: Tensor, level: int) -> Tensor:
 
 
 def graph_attribute(func: Any, x: Tensor) -> Any:
-    """What a getter of `GRAPH_ATTRIBUTES` returns below the innermost `torch.vmap`, which says that nothing requires
+    """The result of a getter of `GRAPH_ATTRIBUTES` below the innermost `torch.vmap`, which says that nothing requires
     grad: code that asks would leave out its hooks without a word. An error where no answer serves all elements.
     """
     inner, dim = _unwrap_batched(x, functorch_depth()) if under_functorch() else (x, None)
@@ -213,8 +213,8 @@ def show_to_compiled_modes(functions: Iterable[Any]) -> None:
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that is not passed to a mode as one op, so that the mode sees the ops
-    inside it. There is no public way: `has_torch_function` is true wherever a mode is active.
+    """A function of `torch.nn.functional` that is not passed to a mode as one op, so that the mode receives the ops
+    inside it. No public way exists: `has_torch_function` is true wherever a mode is active.
     """
     ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}
     if ignored.keys().isdisjoint(getattr(getattr(f, "__code__", None), "co_names", ())):

@@ -62,7 +62,7 @@ _IN_PLACE = {
 class StateJournal:
     """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
 
-    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves.
+    `Watch` receives the ops and hands them to `note`. `averages` are the statistics that normalization moves.
     """
 
     # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
@@ -105,8 +105,8 @@ class StateJournal:
 class Watch(TorchFunctionMode):
     """A mode that sees every op, for what cannot be known without. The journal notes what is changed in place.
 
-    Where it watches the loss of one example, `level` is `transform_level()`, else None. The innermost `torch.vmap`, if
-    there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
+    If it watches the loss of one example, `level` is `transform_level()`, else None. The innermost `torch.vmap`, if
+    there is one, then stands for a loop over examples, and batch normalization of a batch of one raises.
     """
 
     def __init__(self, journal: StateJournal | None, level: Any = None):
@@ -152,8 +152,8 @@ def watched(
     examples: bool = False,
     inner: WatchingMode | None = None,
 ) -> Callable[..., Any]:
-    """A function under the modes that must see its ops, mostly none. `journal` notes what `f` changes in place, for
-    `attempt`; `examples`: `f` is the loss of one example; `inner` is to see the ops first.
+    """A function under the modes that must receive its ops, mostly none. `journal` notes what `f` changes in place, for
+    `attempt`; `examples`: `f` is the loss of one example; `inner` receives the ops first.
     """
 
     def run(*args: Any) -> Any:

@@ -160,7 +160,7 @@ def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tr
 
 
 class _Left(NamedTuple):
-    """Of parts that are left out where they are not finite: which losses are finite in all, and which overflowed in
+    """With parts left out where they are not finite: which losses are finite in all, and which overflowed in
     one, bool of the scale's shape; and how many parts are left.
     """
 
@@ -169,7 +169,7 @@ class _Left(NamedTuple):
     parts: Tensor
 
     def verdict(self, plan: Plan, last: Verdict) -> Verdict:
-        """The verdict of the step, from that of what is left."""
+        """The verdict of the step, from that of the parts left."""
         finite = self.finite & last.finite
         following = update_scale(plan.scale_state, ~self.overflowed, losses_finite=finite.all() | self.overflowed)
         return Verdict(finite, last.moved & (self.parts > 0), following)
@@ -222,7 +222,7 @@ class _Run(NamedTuple):
         return *self._mean(total, tree_map(lambda *own: sum(own), each[0], *each[1:]), verdicts), buffers
 
     def _mean(self, total: Any, values: Losses, verdicts: list[Any]) -> tuple[Any, Losses, _Left | None]:
-        """The mean of a mean over the parts, or of sums of what is left, over the ranks; of losses over both."""
+        """The mean of a mean over the parts, or of sums of the parts left, over the ranks; of losses over both."""
         if not verdicts:
             found = total, tree_map(lambda x: x / len(self.parts), values)
             return *(found if self.group is None else mean_over_group(found, self.group)), None

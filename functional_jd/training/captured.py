@@ -123,7 +123,7 @@ class Captured:
         with self.lock, torch.no_grad():
             closures = zip(self.static[self.arguments :], tensors[self.arguments :], strict=True)
             if any(own.data_ptr() != given.data_ptr() for own, given in closures):
-                raise ValueError("compiled: tensors of closures must keep their memory, found one that moved. Pass it.")
+                raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
             known = len(self.newest)
             moved = [k for k in range(self.arguments) if k >= known or tensors[k] is not self.newest[k]]
             copy_each([self.static[k] for k in moved], [tensors[k].detach() for k in moved])

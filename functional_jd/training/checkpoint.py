@@ -47,7 +47,7 @@ def to_checkpoint(
 
     Guarantees:
         `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit.
-        Checksums of sharded tensors are those of whole ones: all ranks add up theirs, at the same time.
+        Checksums of sharded tensors are those of whole ones: all ranks add up their parts, at the same time.
 
     Example:
         >>> sorted(to_checkpoint({"w": torch.ones(2)}))

@@ -35,7 +35,7 @@ _CURE = "Call functional(model)(params, ...), not model(...)"
 
 @contextmanager
 def undone(journal: StateJournal, *, again: bool = False) -> Generator[None]:
-    """Put back afterwards generators and what the journal notes; `again`: the journal keeps it for another time."""
+    """Put back afterwards generators and the values in the journal; `again`: the journal keeps it for another time."""
     draws, put_back = random_state(), random_state_outside_torch()
     try:
         yield
@@ -56,7 +56,7 @@ def check_learning(
 ) -> list[tuple[int, ...]]:
     """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
 
-    What they change is put back, and the journal keeps it for the next evaluation. Losses named in `constant` may have
+    Their changes are put back, and the journal keeps them for the next evaluation. Losses named in `constant` may have
     no gradient on this batch. Without `training` weights alone are computed, and losses without a gradient warn.
     Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples and shards.
     """
@@ -165,7 +165,7 @@ def _check_reached(
     if not set(names) <= set(given) and (not any(reached) or not any(points_of_rows & x for x in reached)):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
         raise ValueError(
-            f"{here()}: the losses must depend on{shared} the parameters, found none that does. {_CURE}, and do not "
+            f"{here()}: the losses must depend on{shared} the parameters, found no loss that does. {_CURE}, and do not "
             "detach the losses."
         )
     unreached = [name for name, leaves in zip(names, reached, strict=True) if not leaves]

@@ -46,7 +46,7 @@ def check_method(losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_
         check_noise(losses, aggregator, optimizer, reading=state == ())
     if getattr(aggregator.view, "batches", 1) > 1:
         raise ValueError(
-            f"{here()}: the rule must use one batch, found one that compares two. Take its steps by hand: "
+            f"{here()}: the rule must use one batch, found a rule that compares two. Take its steps by hand: "
             "aggregate(rule, jacobian, memory, other_jacobian)."
         )
 

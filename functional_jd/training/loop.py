@@ -224,7 +224,7 @@ class SkipWatch:
                 self.skipped = 0
 
     def _account(self, info: StepInfo) -> str:
-        """The losses or rows that were not finite, and what may help."""
+        """The losses or rows that were not finite, and a possible fix."""
         losses = named_values(info.losses)
         bad, rows = [name for name, value in losses if not isfinite(value)], ""
         if bad:

@@ -17,7 +17,7 @@ from functional_jd.torch_compat.torch_internals import differentiates, innermost
 
 def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     """Open a step: a token for `closed`, and its inputs with the same values. The token is None if nothing
-    differentiates, if inputs are sharded, and in what torch.compile traces: derivatives through skips are NaN there.
+    differentiates, if inputs are sharded, and under torch.compile: derivatives through skips are NaN there.
     """
     leaves, structure = tree_flatten(tree)
     inputs = list(filter(_is_real, leaves))

@@ -66,15 +66,15 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Returns:
         `f(params, *batch, state=None, scale=None) -> FoundWeights(weights, losses, state)`. `state` is that of the last
-        call, None for the rule's initial state. `scale` is a `ScaleState`, by which the losses are multiplied while
+        call, None for the rule's initial state. `scale` is a `ScaleState`. The losses are multiplied by it while
         they are differentiated: `scale_state(scaler.get_scale())` with a `GradScaler`. With a group, losses are means
         over the ranks, those of `per_example` all ranks' examples, the first rank's first; so are the weights.
 
     Raises:
         TypeError, ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); a rule
             that weights single entries; several ranks and no group; errors of `aggregate`, `jacobian_fn` and
-            `replicated`. In calls without a state, which evaluate the losses once more: losses none of which depends
-            on the parameters, and ranks that differ.
+            `replicated`. In calls without a state, which evaluate the losses once more: losses that
+            do not depend on the parameters, and ranks that differ.
 
     Warns:
         UserWarning: in calls without a state, gradients in float16 without a scale, losses or parameters without a
@@ -282,7 +282,7 @@ def _observed(
     found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
     if all(row is None for row in found):
         raise ValueError(
-            f"{here()}: losses must depend on what they are differentiated by, found none that does. Pass the "
+            f"{here()}: losses must depend on the parameters or features given, found no loss that does. Pass the "
             "parameters of the model that computed them, or features in their graph."
         )
     rows = dense(unscaled_rows(found, factors) if scaled else found, points, m)
@@ -297,8 +297,8 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
     for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not value.requires_grad:
             raise ValueError(
-                f"{here()}: losses must carry a graph, found none in {loss!r}. Compute it from the model, outside of "
-                "torch.no_grad(); for an objective that this batch does not have, pass 0 times another loss."
+                f"{here()}: losses must carry a graph, found no graph in {loss!r}. Compute it from the model, outside "
+                "of torch.no_grad(); for an objective that this batch does not have, pass 0 times another loss."
             )
     if any(is_sharded(leaf) for leaf in leaves):
         raise ValueError(f"{here()}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")

@@ -552,7 +552,7 @@ def test_plots_say_what_is_wrong_before_they_make_a_figure(call, message):
 
 def test_axes_that_do_not_fit_are_named():
     space = {"projection": "3d"}
-    with pytest.raises(ValueError, match=r'3 dimensions need axes of as many.*"projection": "3d"'):
+    with pytest.raises(ValueError, match=r'3 dimensions need axes of the same number.*"projection": "3d"'):
         plotting.cone(SPATIAL, ax=plt.subplots()[1])
     with pytest.raises(ValueError, match="2 dimensions need"):
         plotting.cone(CONFLICTED, ax=plt.subplots(subplot_kw=space)[1])

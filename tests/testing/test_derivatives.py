@@ -56,7 +56,7 @@ def test_derivatives_in_later_steps_are_tried():
 
 
 def test_a_range_without_neighbours_is_refused():
-    with pytest.raises(ValueError, match=r"hyper_parameters_are_values: found no valid numbers beside 1.0. Test"):
+    with pytest.raises(ValueError, match=r"hyper_parameters_are_values: found no valid numbers next to 1.0. Test"):
         hyper_parameters_are_values(rule(torch.exp, 1.0, 1.0), {"t": 1.0}, J)
 
 

@@ -98,7 +98,7 @@ def test_losses_that_reach_no_parameter_are_refused(losses):
 
 def test_a_module_that_is_called_directly_is_refused():
     net = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"found none that does.*functional\(model\)\(params"):
+    with pytest.raises(ValueError, match=r"found no loss that does.*functional\(model\)\(params"):
         begin(lambda p, x: net(x).square().mean(0), dict(net.named_parameters()))
     begin(lambda p, x: functional_call(net, p, (x,)).square().mean(0), dict(net.named_parameters()))
 

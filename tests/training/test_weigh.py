@@ -188,13 +188,17 @@ def test_what_is_refused():
     other, twice = [torch.ones(2, requires_grad=True)], torch.ones(2).double()
     foreign = jd.weigh(losses[:2], net.parameters(), jd.imtl_l()).state
     cases = [
-        (lambda: call({"a": losses[0], "kl": torch.ones(())}), ValueError, "must carry a graph, found none in 'kl'"),
+        (
+            lambda: call({"a": losses[0], "kl": torch.ones(())}),
+            ValueError,
+            "must carry a graph, found no graph in 'kl'",
+        ),
         (
             lambda: call(parameters=[p.detach() for p in net.parameters()]),
             ValueError,
             "parameters must be tensors that",
         ),
-        (lambda: call(parameters=other), ValueError, "losses must depend on what they are differentiated by"),
+        (lambda: call(parameters=other), ValueError, "losses must depend on the parameters or features given"),
         (lambda: call(features=losses.detach()), ValueError, "features must be tensors that require grad"),
         (lambda: call(scale=jd.scale_state(shape=2)), ValueError, r"scale must be of shape \[\] or \[3\]"),
         (lambda: call(scale=2.0**16), TypeError, "scale must be a ScaleState"),

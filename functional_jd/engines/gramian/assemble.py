@@ -26,7 +26,7 @@ Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
 
 def recorded(f: Recorded, leaves: list[Tensor], plan: Plan, m: int = 0) -> tuple[Vjp, Recording]:
     """Evaluate `f(points, record) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
-    outputs of the recorded layers and, behind them, the points; and what was recorded.
+    outputs of the recorded layers and, behind them, the points; and the recording.
 
     Layers receive the leaves, and `f` the points: the leaves too, or copies `[m, *p]`, one for each of m examples.
     """
@@ -75,8 +75,8 @@ def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cot
 def gramian_of_uses(
     recording: Recording, rows: Rows, leaves: list[Tensor], structure: Structure, m: int, plan: Plan
 ) -> tuple[Any, Callable[[Any], Direction]]:
-    """The Gramian of all leaves, or what `plan.products` says, and the pullback of weights to a direction, but for
-    factors: from the scaled rows by end and, behind them, by leaf.
+    """The Gramian of all leaves, or the products that `plan.products` names, and the pullback of weights to a
+    direction (none for factors): from the scaled rows by end and, behind them, by leaf.
     """
     n = len(recording.ends)
     if plan.examples:  # one example after the other
@@ -98,7 +98,7 @@ def gramian_of_uses(
 
 
 def like_direction(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
-    """Tensors in the shapes and dtypes of the direction: of what was unscaled it is at least float32."""
+    """Tensors in the shapes and dtypes of the direction: after a division by scales it is at least float32."""
     return leaves if plan.scale is None else [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
 
 

@@ -44,7 +44,7 @@ class Layer(NamedTuple):
 
 
 def _added(_x: Tensor, gradient: Tensor, _given: Given) -> Tensor:
-    """Rows of what is added at every position of `[m, n, channels, *s]`."""
+    """Rows of a term that is added at every position of `[m, n, channels, *s]`."""
     positions = [d for d in range(gradient.ndim) if d not in (0, 2)]
     return gradient.sum(positions, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
@@ -55,7 +55,7 @@ def _pixels(x: Tensor, groups: int = 1) -> Tensor:
 
 
 def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, given: Given) -> Tensor:
-    """What the kernel sees at each position: `[m, n, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
+    """The kernel's patch at each position: `[m, n, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
     dims = len(kernel)
     stride, dilation = (_each(given.get(name, 1), dims) for name in ("stride", "dilation"))
     padding = _padding(given.get("padding", 0), kernel, dilation)

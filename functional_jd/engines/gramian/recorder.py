@@ -1,6 +1,6 @@
 """Records the layers that use a parameter, recognised by the parameter that they receive.
 
-A row of a linear layer's Jacobian is `sum_p left_p right_p'` over the positions p at which the layer is applied: one
+A row of a linear layer's Jacobian is `sum_p left_p right_p'` over the positions p of the layer in its input: one
 side is the layer's input, the other the gradient of its output. Inner products of such rows need no rows.
 """
 
@@ -47,7 +47,7 @@ class LayerUse(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What was recorded: lists from outside, as torch.compile loses the attributes of a mode."""
+    """The recorded layers: lists from outside, as torch.compile loses the attributes of a mode."""
 
     uses: list[LayerUse]
     ends: list[GradientEdge | Tensor]  # for each layer, the edge of the graph, or the tensor, whose gradient is needed
@@ -114,11 +114,11 @@ class LayerRecorder(WatchingMode):
         if func in _TRANSPOSES:
             self.follow(func, args, kwargs, output)
         elif func == GRAD_FN and any(isinstance(x, GradientEdge) and x.node is output for x in self.recording.ends):
-            raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
+            raise UnrecordedDerivativeError("the losses read the grad_fn of a recorded layer, which may get a hook")
         return output
 
     def known_as(self, x: Any) -> _Known | None:
-        """What is known of a tensor, unless it is frozen for a time."""
+        """The record of a tensor, unless it is frozen for a time."""
         if not isinstance(x, Tensor):
             return None
         if torch.compiler.is_compiling():
@@ -191,7 +191,7 @@ class LayerRecorder(WatchingMode):
 
 
 def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[tuple[int, Factors | Tensor]]:
-    """What the recorded layers add to the rows, by parameter: from the m gradients of each end, `[m, n, *y]`."""
+    """The parts of the rows by the recorded layers, per parameter: from the m gradients of each end, `[m, n, *y]`."""
     for source, before in zip(recording.sources, recording.versions, strict=True):
         if before >= 0 and version(source) != before:
             raise UnrecordedDerivativeError("the input of a layer was changed in place after the layer used it")
@@ -217,7 +217,7 @@ def _with_lists(values: Any) -> list[Any]:
 def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:
     """The fused attention of all examples at once: torch has no rule that batches its kernel for CPUs.
 
-    Without dropout, which draws for every example, and without a mask that has dimensions beside the positions, or that
+    Without dropout, which draws for every example, and without a mask that has dimensions other than positions, or that
     torch does not take with `is_causal`.
     """
     given = dict(zip(_ATTENTION, args, strict=False)) | kwargs

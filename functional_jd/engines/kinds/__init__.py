@@ -38,7 +38,7 @@ def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
 
 
 def losses_of_shards(losses: Any) -> Any:
-    """The losses, as those of sharded parameters: some leaves of what is differentiated are `DTensor`s."""
+    """The losses, as those of sharded parameters: some of the leaves to differentiate are `DTensor`s."""
     return losses if isinstance(losses, Sharded) else Sharded(losses, None)
 
 

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
     Attributes:
         jacobian: `jacobian(losses, args, plan)` returns the Jacobian, the losses, and aux: detached unless it is to
-            be differentiable. Its backward passes run at `plan.scale`, by which the rows are divided afterwards.
+            be differentiable. Its backward passes run at `plan.scale`; the rows are divided by it afterwards.
         layered: what `gramian` returns, `layered(losses, args, plan)`, without rows where that costs less.
             May raise where it cannot do without.
         in_one_pass: what `weighted` returns, `in_one_pass(losses, args, plan)`, in one backward pass.
@@ -80,7 +80,7 @@ class Kind(NamedTuple):
     several_sets: bool = False
 
     def gramian(self, losses: Any, args: Args, plan: Plan) -> FoundGramian:
-        """What `plan.products` says of the rows, layer by layer; from all rows if that cannot be."""
+        """The products that `plan.products` names, layer by layer; from all rows if that cannot be."""
 
         def by_rows() -> FoundGramian:
             return gramian_from_rows(self.jacobian(losses, args, plan._replace(mode="auto")), plan)
@@ -108,7 +108,7 @@ class Kind(NamedTuple):
 
     def weighted(self, losses: Any, args: Args, plan: Plan) -> FoundWeighted:
         """The losses, aux, and the pullback of weights: `pullback(weights, last=True)` returns the direction
-        of all parameters, and what is finite; None without a scale.
+        of all parameters, and the finite flags; None without a scale.
         """
         if self.in_one_pass is None:
             values, aux, pull = _weighted_from_rows(self.jacobian(losses, args, plan), plan)
@@ -143,7 +143,7 @@ def _by_group(pull: Pullback, *, heads: bool) -> Pullback:
 
 
 def gramian_from_rows(found: FoundJacobian, plan: Plan) -> FoundGramian:
-    """What `plan.products` says of rows, of each group if there are groups."""
+    """The products of rows that `plan.products` names, per group if there are groups."""
     jacobian, values, aux = found
     rows, heads = split_heads(jacobian)
     if plan.products == "factors":

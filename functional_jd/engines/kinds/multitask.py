@@ -99,7 +99,7 @@ def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
 
 
 def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
-    """The Gramian of the trunk, layer by layer; the heads' gradient beside it."""
+    """The Gramian of the trunk, layer by layer, and the heads' gradient."""
     by_shapes = plan._replace(mode="auto")
     point = _evaluate(losses, args, by_shapes, record=True)
     if any(x.is_complex() for x in point.trunk.outputs):
@@ -149,7 +149,7 @@ def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
 
 
 def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullback]:
-    """What `products_of_rows` gives of the rows by feature, and the pullback of weights. The heads and the features
+    """The result of `products_of_rows` for the rows by feature, and the pullback of weights. The heads and the features
     take the scale of each loss, one loss after the other, and show which overflow. The trunk takes one pass at a common
     scale, whose overflow has no owner.
     """
@@ -218,7 +218,7 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
 
 
 def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor]) -> None:
-    """The gradient of the trunk goes through the features. What the trunk leaves elsewhere would have none."""
+    """The gradient of the trunk goes through the features. Other outputs of the trunk would have none."""
     leaves = [x for x in values if x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
     trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}
@@ -233,7 +233,7 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
 
 def _parted(point: _Point, plan: Plan, *, masked: bool = True) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature. With a scale each,
-    the heads' is divided by them, and a loss for which it is not finite has NaN as rows; `masked`: it is left out of
+    the heads' is divided by them, and a loss has NaN as rows if it is not finite there; `masked`: it is left out of
     the sum.
     """
     above, n_heads = point.heads, len(point.own[0])

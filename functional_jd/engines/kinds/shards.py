@@ -82,13 +82,13 @@ def _weighted(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundWeig
 
 
 def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, Args, Plan, Gathers]:
-    """The losses as a function of shards, the arguments with shards in them, how to differentiate, and what notes the
-    names of what is gathered.
+    """The losses as a function of shards, the arguments with shards in them, how to differentiate, and the notes
+    of gathered names.
     """
     if under_transform():
         raise ValueError(
-            f"{here()}: expected no transform around a function of sharded parameters, found one of torch.func "
-            "or torch.compile. Call it outside."
+            f"{here()}: a function of sharded parameters must be outside of transforms, found torch.func or "
+            "torch.compile around it. Call it outside."
         )
     if losses.mesh is None and plan.mode == "vmap":
         raise ValueError(f"{here()}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
