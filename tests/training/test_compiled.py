@@ -328,7 +328,7 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize(
     ("f", "args", "error", "says"),
     [
-        (lambda x: x.add_(1), (X,), ValueError, "one that changes argument 0 in place. Return what is new"),
+        (lambda x: x.add_(1), (X,), ValueError, "a change of argument 0 in place. Return the new value"),
         (lambda d: d["a"][0].t().mul_(2), ({"b": X, "a": X},), ValueError, "changes argument 0.a in place"),
         (lambda x: torch._foreach_add_([x], 1), (X,), ValueError, "changes argument 0 in place"),
         (lambda x: torch.mul(x, 2, out=x), (X,), ValueError, "changes argument 0 in place"),

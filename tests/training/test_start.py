@@ -92,7 +92,7 @@ UNREACHED = {
 
 @pytest.mark.parametrize("losses", UNREACHED.values(), ids=UNREACHED)
 def test_losses_that_reach_no_parameter_are_refused(losses):
-    with pytest.raises(ValueError, match=r"train_state: the losses must depend on the parameters, found none"):
+    with pytest.raises(ValueError, match=r"train_state: the losses must depend on the parameters, found no loss"):
         begin(losses)
 
 

@@ -256,7 +256,7 @@ def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
     direct = lambda params, x: {"a": net(x).square().mean(), "b": (net(x) - 1).square().mean()}
     mixed = lambda params, x: {"a": apply(params, dict(net.named_buffers()), x)[0].square().mean(), "b": net(x).mean()}
     before, draws = {name: b.clone() for name, b in net.named_buffers()}, torch.get_rng_state()
-    with pytest.raises(ValueError, match="weights_fn: the losses must depend on the parameters, found none"):
+    with pytest.raises(ValueError, match="weights_fn: the losses must depend on the parameters, found no loss"):
         jd.weights_fn(direct, jd.upgrad())(params, x)
     # The look leaves no trace: what was refused was not evaluated, as far as module and generator can tell.
     assert torch.equal(torch.get_rng_state(), draws)
