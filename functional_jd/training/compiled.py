@@ -138,8 +138,8 @@ class Compiled:
             graph = graphs.written(of_tensors, tensors)
         for node in graphs.changed_in_place(graph):
             raise ValueError(
-                f"compiled: the function must be pure, found a change of {_origin(node, given, structure)} in place. "
-                "Return the new value instead. For a module with buffers, functional(module) returns them."
+                f"compiled: the function must be pure, found that it changes {_origin(node, given, structure)} in "
+                "place. Return the new value instead. For a module with buffers, functional(module) returns them."
             )
         for node in graphs.draws(graph):
             raise ValueError(

@@ -45,7 +45,7 @@ def test_weights_of_other_shapes_are_refused_by_the_name_of_their_leaf(shape):
     sizes = sorted({1, 2, 3, 4})
     others = {own for count in range(len(shape) + 2) for own in itertools.product(sizes, repeat=count)}
     for own in sorted(others - fitting(shape) - {shape[:1]}):
-        with pytest.raises(ValueError, match=r"combine: expected weights of leaf 'a\.w' of shape \[\d\], one per row"):
+        with pytest.raises(ValueError, match=r"combine: weights of leaf 'a\.w' must have shape \[\d\], one per row"):
             combine({"a": {"w": numbers(shape)}}, {"a": {"w": numbers(own)}})
 
 
