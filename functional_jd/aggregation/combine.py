@@ -194,7 +194,7 @@ def _entrywise(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
 
 
 def _checked(weights: Weights, jacobian: Tree, leaves: list[Tensor], m: int) -> list[Tensor | AffineWeights]:
-    """Weights by leaf. Raise for a leaf without, and for those that are neither one per row nor broadcast to it."""
+    """Weights by leaf. Raise for a leaf without, and for weights that are not one per row and do not broadcast."""
     found: list[Any] = []
     with suppress(ValueError):
         found = leaves_like(tree_flatten(jacobian)[1], weights)
@@ -208,8 +208,8 @@ def _checked(weights: Weights, jacobian: Tree, leaves: list[Tensor], m: int) -> 
         sizes = zip(given.shape, shape, strict=False)
         if given.shape != (m,) and (given.ndim != len(shape) or any(size not in (1, full) for size, full in sizes)):
             raise ValueError(
-                f"{here()}: expected weights{_of_leaf(jacobian, index)} of shape [{m}], one per row, or that broadcast "
-                f"to {shape} with as many dimensions, found {list(given.shape)}. A rule returns weights, and no "
+                f"{here()}: weights{_of_leaf(jacobian, index)} must have shape [{m}], one per row, or {len(shape)} "
+                f"dimensions that broadcast to {shape}, found {list(given.shape)}. A rule returns weights, and no "
                 "direction."
             )
         if isinstance(own, AffineWeights) and list(own.rest.shape) != shape[1:]:

@@ -132,7 +132,7 @@ def narrowed(seen: Observation, need: Need) -> Observation:
 
 
 def divided(seen: Observation, sizes: Tensor) -> Observation:
-    """The observation of rows that are divided by sizes `[m]`; losses and what pulls back stay."""
+    """The observation of rows that are divided by sizes `[m]`; losses and the pullback stay."""
     own = lambda leaf: per_row(sizes.to(leaf.device, at_least_float32(leaf).dtype), leaf)
     rows = lambda jacobian: tree_map(lambda leaf: leaf / own(leaf), jacobian)
     known, others = seen.rows is not None, tuple(rows(rows_of(x)) for x in seen.others)

@@ -14,8 +14,8 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     `direction[key] = aggregate(rules[key], jacobian[key]).direction`
 
     Args:
-        rules: one rule for every key of params: `grouped({"backbone": upgrad(), "decoder": mean()})`. Of a
-            `MultitaskJacobian`, the groups are those of `shared`.
+        rules: one rule for every key of params: `grouped({"backbone": upgrad(), "decoder": mean()})`. For
+            a `MultitaskJacobian`, the groups are those of `shared`.
         rows: the places, rising, of the losses that reach a group: `{"decoder": [1, 2]}`. Its rule receives their rows
             alone. By default `train_state` finds them by the graph, for rules without memory by inner products, and
             warns of other rows of zeros, which stop `mgda`.

@@ -55,9 +55,9 @@ def check_inner(optimizer: Any, name: str = "optimizer", cure: str = "") -> None
     """Raise for an optimizer that must stand around all others, as it compares losses or adds noise."""
     check_optimizer(optimizer, name, cure)
     if optimizer.search is not None or optimizer.sensitivity is not None:
-        found = "adds noise (noised)" if optimizer.search is None else "compares losses (line_search)"
+        found = "that adds noise (noised)" if optimizer.search is None else "that compares losses (line_search)"
         raise ValueError(
-            f"{here()}: {name} must neither compare losses nor add noise, found one that {found}. Pass the optimizer "
+            f"{here()}: {name} must not compare losses or add noise, found an optimizer {found}. Pass the optimizer "
             "inside it."
         )
 

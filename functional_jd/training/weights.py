@@ -119,8 +119,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 def weights_and_memory(
     plan: Plan, seen: Observation, state: Tree, replicate: Any, finite: Tensor | None = None
 ) -> tuple[Tensor, Tree]:
-    """The weights of an observation, on the device of the losses, and what the rule remembers of a finite batch; of the
-    first rank's, if it starts and there is `replicate`.
+    """The weights of an observation, on the device of the losses, and the memory of the rule after a finite batch; that
+    of the first rank, if it starts and there is `replicate`.
     """
     memory = state
     with autocast_disabled():

@@ -228,7 +228,7 @@ def test_noise_for_the_bound_of_the_rule_starts(rule, norm):
 
 
 def test_noise_inside_groups_is_refused():
-    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must neither .* found one that adds noise"):
+    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found an optimizer that adds noise"):
         fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
 
 
