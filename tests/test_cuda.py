@@ -35,6 +35,12 @@ def on_gpu(tree):
     return tree_map(lambda leaf: leaf.cuda(), tree)
 
 
+def on_one_gpu(rule, norm=NORMS[0], low=lambda f: f):
+    """Parameters and a batch of two tasks there, and a method with this rule."""
+    params, features, top, batch = two_tasks(norm)
+    return on_gpu(params), on_gpu(batch), method(params, low(features), low(top), aggregator=rule)
+
+
 @contextmanager
 def waiting(effect):
     """Meanwhile a wait for the GPU raises an error, or warns."""
@@ -53,25 +59,21 @@ def waiting(effect):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_mixed_precision_trains_without_waiting_for_the_device(norm, dtype, engine):
-    params, features, top, batch = two_tasks(norm)
-    params, batch = on_gpu(params), on_gpu(batch)
-    how = method(params, fj.autocast(features, dtype), fj.autocast(top, dtype), aggregator=fj.upgrad(solver="device"))
+    params, batch, how = on_one_gpu(fj.upgrad(solver="device"), norm, lambda f: fj.autocast(f, dtype))
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)  # which goes to the GPU
     state, _ = fj.step(state, *batch, engine=engine, **how)
     with waiting("error"):
         for _ in range(30):
             state, info = fj.step(state, *batch, engine=engine, **how)
     assert all(leaf.isfinite().all() and leaf.is_cuda for leaf in tree_leaves(state))
+    _, features, top, _ = two_tasks(norm)
     before = top(params["heads"], features(params["shared"], *batch), *batch)
-    assert info.losses["one"] < before["one"]
-    assert info.losses["two"] < before["two"]
+    assert all(info.losses[name] < before[name] for name in ("one", "two"))
 
 
 @pytest.mark.parametrize("rule", [fj.upgrad, fj.config, fj.nash_mtl])
 def test_a_rule_on_the_host_waits_once_in_a_step(rule):
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    params, batch = on_gpu(params), on_gpu(batch)
-    how = method(params, features, top, aggregator=rule())
+    params, batch, how = on_one_gpu(rule())
     state = fj.train_state(params, *batch, **how)
     state, _ = fj.step(state, *batch, **how)
     with waiting("warn"), warnings.catch_warnings(record=True) as caught:
@@ -82,9 +84,7 @@ def test_a_rule_on_the_host_waits_once_in_a_step(rule):
 
 @pytest.mark.parametrize("rule", [fj.mean, partial(fj.upgrad, solver="device")])
 def test_a_step_is_captured_in_a_graph(rule):
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    params, batch = on_gpu(params), on_gpu(batch)
-    how = method(params, features, top, aggregator=rule())
+    params, batch, how = on_one_gpu(rule())
     state = fj.train_state(params, *batch, **how)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -106,10 +106,8 @@ CAPTURED = [fj.mean, fj.upgrad, fj.mgda, fj.dualproj]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("donate", [False, True])
 def test_captured_steps_are_those_of_eager_ones(rule, dtype, donate):
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    params, batch = on_gpu(params), on_gpu(batch)
     low = (lambda f: fj.autocast(f, dtype)) if dtype == torch.float16 else (lambda f: f)
-    how = method(params, low(features), low(top), aggregator=rule())
+    params, batch, how = on_one_gpu(rule(), low=low)
     begin = {"scale": fj.scale_state(2.0**10, shape=(2,))} if dtype == torch.float16 else {}
     expected = fj.train_state(params, *batch, **how, **begin)
     take = fj.compiled(partial(fj.step, **how), backend="cudagraphs", donate=donate)
@@ -134,13 +132,11 @@ def test_a_captured_front_is_that_of_operators():
 
 
 def test_a_rule_that_decomposes_is_refused_before_the_capture():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    params, batch = on_gpu(params), on_gpu(batch)
-    how = method(params, features, top, aggregator=fj.aligned_mtl())
+    params, batch, how = on_one_gpu(fj.aligned_mtl())
     state = fj.train_state(params, *batch, **how)
     with pytest.raises(ValueError, match="must not wait"):
         fj.compiled(partial(fj.step, **how), backend="cudagraphs")(state, *batch)
-    how = method(params, features, top, aggregator=fj.mean())  # the process can still capture
+    how["aggregator"] = fj.mean()  # the process can still capture
     fj.compiled(partial(fj.step, **how), backend="cudagraphs")(fj.train_state(params, *batch, **how), *batch)
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics against NumPy and SciPy, closed forms and exact counts; laws, transforms, tables."""
+"""Diagnostics against NumPy and SciPy, closed forms and exact counts; and which gradients are not finite."""
 
 import math
 from fractions import Fraction
@@ -21,7 +21,7 @@ from functional_jd.aggregation.views import gramian
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.names import objective_names
-from functional_jd.diagnostics import Diagnosis, describe, diagnose
+from functional_jd.diagnostics import Diagnosis, blame, describe, diagnose
 from functional_jd.objectives import multitask
 
 jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
@@ -163,8 +163,11 @@ def test_low_precision_counts_as_the_numbers_it_holds(dtype):
 def test_jacobian_and_gramian_weights_and_direction_agree():
     J = {"w": random_rows(3, 2, 4), "b": random_rows(3, 5, seed=1)}
     weights = random_rows(3, seed=2)
+    before = J["w"].clone(), weights.clone()
     expected = diagnose(J, combine(J, weights))
     assert_same(diagnose(J, weights), expected)
+    assert torch.equal(J["w"], before[0])
+    assert torch.equal(weights, before[1])
     assert_same(diagnose(gramian(J), weights), expected)
     assert_same(diagnose(gramian(J).float(), weights.float()), expected, 2**8 * eps(torch.float32))
     assert_same(diagnose(J), diagnose(J, torch.ones(3)))
@@ -264,14 +267,6 @@ def test_compiles_in_one_graph():
     assert_same(compiled(gramian(J), weights), diagnose(gramian(J), weights))
 
 
-def test_is_pure():
-    J, weights = {"w": random_rows(3, 2)}, random_rows(3)
-    before = J["w"].clone(), weights.clone()
-    diagnose(J, weights)
-    assert torch.equal(J["w"], before[0])
-    assert torch.equal(weights, before[1])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -285,21 +280,17 @@ def test_is_pure():
         (({"w": torch.ones(2, 3)}, {"w": torch.ones(2, 3)}), "entrywise"),
         (({"w": torch.ones(2, 3), "b": torch.ones(3)},), "2 in 'w'|3 in 'b'"),
         ((torch.ones(0, 0),), "at least one row"),
+        (
+            (torch.ones(2, 3), None, True),
+            r"first argument must be .* \[m, m\] with gramian=True, found .* \[2, 3\]",
+        ),
+        (({"w": torch.eye(2)}, None, True), "found dict"),
     ],
 )
 def test_errors_say_what_to_do(arguments, message):
-    arguments = [torch.tensor(x) if isinstance(x, list) else x for x in arguments]
+    rows, direction, gramian = [torch.tensor(x) if isinstance(x, list) else x for x in (*arguments, None, None)[:3]]
     with pytest.raises(ValueError, match=message):
-        diagnose(*arguments)
-
-
-def test_what_is_said_to_be_a_gramian_is_square():
-    with pytest.raises(
-        ValueError, match=r"the first argument must be .* \[m, m\] with gramian=True, found .* \[2, 3\]"
-    ):
-        diagnose(torch.ones(2, 3), gramian=True)
-    with pytest.raises(ValueError, match="found dict"):
-        diagnose({"w": torch.eye(2)}, gramian=True)
+        diagnose(rows, direction, gramian=gramian)
 
 
 def test_no_gramian_is_nan_where_values_are_not_known():
@@ -349,6 +340,7 @@ def test_the_table_names_the_rows():
     assert lines[2].split() == ["image[0]", "5", "+0.80", "+1.00", "+0.28", "-0.80"]
     assert len({len(line) for line in lines[1:]}) == 1
     assert repr(diagnose(J)) == describe(diagnose(J), ["0", "1", "2"])
+    assert describe(diagnose(J.clone().requires_grad_()), names).splitlines() == lines  # and no warning
     with pytest.raises(ValueError, match="one name for each of 3 objectives, found 2"):
         describe(diagnose(J), names[:2])
 
@@ -375,11 +367,6 @@ def test_a_diagnosis_shows_itself_everywhere():
     assert len(seen) == 2
     assert "tensor [3, 3]" in seen[0]
     assert "tensor [2, 3, 3]" in repr(batch)
-
-
-def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
-    J = torch.tensor([[1.0, 2.0], [0.0, -1.0], [1.0, 1.0]], requires_grad=True)
-    assert describe(diagnose(J)) == describe(diagnose(J.detach()))
 
 
 def test_what_a_step_without_a_gramian_returned_is_refused_by_name():
@@ -409,3 +396,39 @@ def test_the_condition_is_told_up_to_what_inner_products_tell(dtype, m, told):
         lengths[0] = factor * bound
         condition = diagnose(torch.diag(lengths**2).to(dtype), gramian=True).condition.item()
         assert condition == (pytest.approx(factor * bound, rel=64 * half_the_digits()) if finite else math.inf)
+
+
+PARAMS = {"w": torch.ones(2), "b": torch.ones(2)}
+
+
+def overflowing(params, x):
+    return {"calm": params["w"].sum() * x, "both": (params["w"] * params["b"]).sum(), "wild": (x * params["b"]).sum()}
+
+
+def test_an_overflow_is_found_by_objective_and_parameter():
+    found = blame(overflowing, PARAMS, torch.tensor(1e30), scale=jd.scale_state(2.0**40, shape=3))
+    assert jd.objective_names(overflowing(PARAMS, torch.ones(()))) == ["both", "calm", "wild"]
+    assert {name: x.tolist() for name, x in found.items()} == {"w": [True, False, True], "b": [True, True, False]}
+    assert all(x.all() for x in blame(overflowing, PARAMS, torch.tensor(1e30)).values())
+
+
+def test_losses_that_are_blamed_do_not_spoil_one_another():
+    """Rows that are differentiated together are NaN here, as 0 x inf."""
+    root = lambda params: {"root": (params["w"] - 1).sum().sqrt(), "line": (params["w"] - 1).sum()}
+    assert blame(root, {"w": torch.ones(1)})["w"].tolist() == [True, False]
+
+
+def test_blame_of_tasks_and_examples():
+    tasks = jd.multitask(lambda s, x: s["w"] * x, lambda own, h, x: {n: (own[n] * h).sum() for n in "ab"})
+    params = {"shared": {"w": torch.ones(2)}, "heads": {"a": torch.ones(2), "b": torch.full((2,), 1e30)}}
+    scale = jd.scale_state(shape=2)._replace(scale=torch.tensor([1.0, 2.0**40]))
+    assert blame(tasks, params, torch.ones(2), scale=scale)["w"].tolist() == [True, False]
+    loss = jd.per_example(lambda params, x: (x * params["w"]).sum().sqrt())
+    assert blame(loss, {"w": torch.ones(1)}, torch.tensor([[1.0], [0.0]]))["w"].tolist() == [True, False]
+
+
+def test_what_blame_does_not_take():
+    with pytest.raises(TypeError, match="blame: losses must be"):
+        blame(3, PARAMS)
+    with pytest.raises(ValueError, match=r"blame: the scale must be of shape \[\] or \[3\]"):
+        blame(overflowing, PARAMS, torch.ones(()), scale=jd.scale_state(shape=2))

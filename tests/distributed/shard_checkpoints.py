@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from shard_models import MESHES, close, mesh, mine, mlp, placed, rank, same, same_everywhere
-from shard_training import STEPS, trained
+from shard_models import MESHES, STEPS, close, mesh, mine, mlp, placed, rank, same, same_everywhere, trained
 from torch.distributed.checkpoint import load, save
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map

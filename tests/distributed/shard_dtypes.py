@@ -1,15 +1,21 @@
 """Steps on shards of several models, with several rules, in every dtype: those of whole parameters."""
 
 import torch
-from shard_models import EXAMPLES, close, mesh, mine, placed, same, same_everywhere
-from shard_training import (
+from shard_models import (
     ADAMW_EPS,
+    EXAMPLES,
     OPTIMIZERS,
     RATE,
     STEPS,
     by_part,
     cases,
+    close,
     keeps_placements,
+    mesh,
+    mine,
+    placed,
+    same,
+    same_everywhere,
     spread,
     total_weight,
     trained,

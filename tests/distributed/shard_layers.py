@@ -7,8 +7,7 @@ import re
 
 import pytest
 import torch
-from shard_models import EXAMPLES, close, mesh, mine, placed
-from shard_training import trained
+from shard_models import EXAMPLES, close, mesh, mine, placed, trained
 from torch.autograd import Function
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint

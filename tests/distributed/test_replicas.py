@@ -13,7 +13,7 @@ import functional_jd as fj
 from functional_jd import distributed
 
 HERE = Path(__file__).parent
-SHARDS = ("dtypes", "steps", "functions", "trainers", "disagreements", "layers", "checkpoints")
+SHARDS = ("dtypes", "steps", "functions", "disagreements", "layers", "checkpoints")
 CHECKS = {
     "replicas": checks_in("replica_steps", "replica_drift", "replica_weights"),
     "shards": checks_in(*(f"shard_{name}" for name in SHARDS)),

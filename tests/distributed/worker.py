@@ -18,20 +18,11 @@ import shard_dtypes
 import shard_functions
 import shard_layers
 import shard_steps
-import shard_trainers
 from ranks import on_ranks, run_checks
 from shard_models import MESHES
 from torch.distributed.device_mesh import init_device_mesh
 
-SHARDS = (
-    shard_dtypes,
-    shard_steps,
-    shard_functions,
-    shard_trainers,
-    shard_disagreements,
-    shard_layers,
-    shard_checkpoints,
-)
+SHARDS = (shard_dtypes, shard_steps, shard_functions, shard_disagreements, shard_layers, shard_checkpoints)
 MODULES = {"replicas": (replica_steps, replica_drift, replica_weights), "shards": SHARDS}
 
 

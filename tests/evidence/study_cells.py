@@ -42,42 +42,27 @@ def under_method(problem: Problem, method: Method, draws: Draws, steps: int, rou
 def tuned(
     problem: Problem, method: Method, draws: Draws, steps: int, optimizer: Any = None
 ) -> tuple[list[Trained], list[float], float]:
-    """The runs with all rates, the rates in their order, and the best of them."""
-    runs, order = [_with_rates(problem, method, draws, list(RATES), steps, optimizer)], list(RATES)
+    """The runs with all rates, the rates in their order, and the best of them by validation, mean over the draws."""
+    runs: list[Trained] = []
+    means: dict[float, float] = {}
+    weights = draws.scale(method.scale)
+    d, m = weights.shape
+
+    def take(*rates: float) -> None:
+        column, own = torch.tensor(rates)[:, None].expand(len(rates), d), weights.expand(len(rates), d, m)
+        runs.append(train(problem, method, draws, column, own, steps, optimizer=optimizer))
+        means.update(zip(rates, runs[-1].validation.amax(0).mean(1).tolist(), strict=True))
+
+    take(*RATES)
     for _ in range(2 * EXTENSIONS):
-        means = {rate: _best_mean(runs, order, rate) for rate in order}
-        top = max(means, key=lambda rate: means[rate])
-        low, high = min(order), max(order)
+        top, low, high = max(means, key=lambda rate: means[rate]), min(means), max(means)
         if top == low and low > min(RATES) * 4.0 ** (0.5 - EXTENSIONS):
-            more = low / 4
+            take(low / 4)
         elif top == high and high < max(RATES) * 4.0 ** (EXTENSIONS - 0.5):
-            more = high * 4
+            take(high * 4)
         else:
             break
-        runs.append(_with_rates(problem, method, draws, [more], steps, optimizer))
-        order.append(more)
-    means = {rate: _best_mean(runs, order, rate) for rate in order}
-    return runs, order, max(means, key=lambda rate: means[rate])
-
-
-def _with_rates(
-    problem: Problem, method: Method, draws: Draws, rates: list[float], steps: int, optimizer: Any
-) -> Trained:
-    weights = draws.scale(method.scale)
-    c, (d, m) = len(rates), weights.shape
-    column = torch.tensor(rates)[:, None].expand(c, d)
-    return train(problem, method, draws, column, weights.expand(c, d, m), steps, optimizer=optimizer)
-
-
-def _best_mean(runs: list[Trained], order: list[float], rate: float) -> float:
-    """The best validation score of a rate in its run, mean over the draws."""
-    place = order.index(rate)
-    for run in runs:
-        c = run.validation.shape[1]
-        if place < c:
-            return float(run.validation[:, place].amax(0).mean())
-        place -= c
-    raise ValueError(f"expected a rate that was trained, found {rate}")
+    return runs, [*means], max(means, key=lambda rate: means[rate])
 
 
 def kept(runs: list[Trained], configurations: list[Cell], count: int) -> Cell:

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from bounds import check_same, check_within, eps
+from solutions import quadratics
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -20,10 +21,6 @@ RULES = {
     "constant": jd.constant,
 }
 START = torch.tensor([0.3, -0.2, 0.5])
-
-
-def quadratics(w):
-    return torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
 
 
 def two_tasks():

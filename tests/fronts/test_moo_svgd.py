@@ -5,6 +5,7 @@ import pytest
 import torch
 from bounds import check_within, eps, half_the_digits
 from scipy.optimize import minimize
+from solutions import quadratics
 from torch.autograd import gradcheck
 
 import functional_jd as jd
@@ -118,10 +119,6 @@ def test_the_bandwidth_is_differentiable():
     assert gradcheck(lambda h: moo_svgd(1.0, h).weigh((G, L)), h, check_forward_ad=True)
 
 
-def quadratics(w):
-    return torch.stack([(w - 1).square().sum(), (w + 1).square().sum()]) / 12
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_solutions_that_start_close_spread_over_the_front(seed):
     start = 0.3 * torch.randn(6, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -129,7 +126,7 @@ def test_solutions_that_start_close_spread_over_the_front(seed):
     for repulsion in (0.0, 1.0):
         front = start
         for rate in (1.0, 0.3):
-            method = {"losses": quadratics, "rule": moo_svgd(repulsion), "optimizer": jd.sgd(rate)}
+            method = {"losses": lambda w: quadratics(w) / 12, "rule": moo_svgd(repulsion), "optimizer": jd.sgd(rate)}
             front = train(front, [()] * 80, **method)
         w = front.states.params
         assert (w - w.mean(1, keepdim=True)).abs().max() < 1e-2  # on the line through the minima
@@ -141,7 +138,7 @@ def test_solutions_that_start_close_spread_over_the_front(seed):
 def test_solutions_at_the_ends_of_a_front_stay_there():
     # On the line between the minima; the ends are the minima themselves.
     start = torch.tensor([[-1.0], [-0.6], [0.7], [1.0]], dtype=torch.float64)
-    method = {"losses": quadratics, "rule": moo_svgd(), "optimizer": jd.sgd(0.03)}
+    method = {"losses": lambda w: quadratics(w) / 12, "rule": moo_svgd(), "optimizer": jd.sgd(0.03)}
     found = train(start, [()] * 50, **method).states.params
     assert torch.equal(found[[0, 3]], start[[0, 3]])
     assert -1 < found[1] < 0 < found[2] < 1

@@ -7,6 +7,7 @@ import pytest
 import torch
 from bounds import check_same
 from scipy.optimize import nnls
+from solutions import quadratics
 from torch.nn.functional import normalize
 
 import functional_jd as jd
@@ -66,10 +67,6 @@ def test_the_first_phase_ends_in_the_sector_and_after_its_steps():
     torch.testing.assert_close(directions[2], directions[3])
     assert not torch.allclose(directions[1], directions[2])
     assert (J @ directions[0])[0] > 0  # the loss that is too large falls
-
-
-def quadratics(w):
-    return torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
 
 
 def vlmop2(w):
