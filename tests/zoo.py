@@ -445,6 +445,20 @@ MORE: dict[str, Callable[[], Model]] = {
 """For the Gramian engine: layers that differ to it, and not to rows."""
 
 
+class Passed(torch.autograd.Function):
+    """The identity, which notes the cotangents that come back, pass by pass."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        ctx.seen.append(cotangent.clone())
+        return cotangent, None
+
+
 def with_hook(ask):
     """A loss of one example with a hook that turns a gradient round, where `ask` says that there will be one."""
 

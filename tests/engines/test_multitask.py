@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bounds import check_within, eps
+from zoo import Passed
 
 import functional_jd as fj
 
@@ -138,16 +139,6 @@ def test_an_overflow_that_no_feature_can_tell_is_not_hidden(mode):
 def test_the_heads_are_differentiated_once_for_groups_with_different_weights(scale):
     passes = []
 
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            passes.append(1)
-            return gradient
-
     def tasks(counted):
         return fj.multitask(
             lambda shared, x: (x @ shared["w"] + shared["b"]).tanh(),
@@ -157,7 +148,12 @@ def test_the_heads_are_differentiated_once_for_groups_with_different_weights(sca
     params = {"shared": {"w": X[:2], "b": X[2]}, "heads": {"a": X[0], "b": X[1]}}
     weights = {"w": [1.0, 3.0], "b": [2.0, -1.0]}
     rule = fj.grouped({key: fj.constant(torch.tensor(own)) for key, own in weights.items()})
-    method = {"losses": tasks(Counted.apply), "aggregator": rule, "optimizer": fj.sgd(1.0), "engine": "weighted"}
+    method = {
+        "losses": tasks(lambda x: Passed.apply(x, passes)),
+        "aggregator": rule,
+        "optimizer": fj.sgd(1.0),
+        "engine": "weighted",
+    }
     state = fj.train_state(params, X, **method, scale=None if scale is None else fj.scale_state(8.0))
     passes.clear()
     new, _ = fj.step(state, X, **method)

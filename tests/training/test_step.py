@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from two_tasks import close, method, same, two_tasks
+from zoo import Passed
 
 import functional_jd as fj
 from functional_jd.aggregation.aggregate import start
@@ -279,36 +280,18 @@ KINDS = ["plain", "per_example", "multitask"]
 geometric = partial(scalarized, lambda v: v.log().mean().exp())
 
 
-PASSES = []
-
-
-class Passes(torch.autograd.Function):
-    """Records what comes back, pass by pass."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        PASSES.append(cotangent)
-        return cotangent
-
-
 @pytest.mark.parametrize(
     ("rule", "weights"),
     [(fj.mean(), [0.25] * 4), (scalarized(torch.prod), [24.0, 12.0, 8.0, 6.0]), (fj.cr_mogm(fj.total()), [1.0] * 4)],
 )
 def test_a_rule_that_looks_at_no_row_costs_one_backward_pass_and_its_start_none(rule, weights):
-    def losses(p):
-        return list(Passes.apply(p) * torch.arange(1.0, 5.0))
-
+    passes = []
+    losses = lambda p: list(Passed.apply(p, passes) * torch.arange(1.0, 5.0))
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
-    PASSES.clear()
     state = fj.train_state(torch.ones(4), **how)
-    assert not PASSES
+    assert not passes
     fj.step(state, **how)
-    assert [x.tolist() for x in PASSES] == [[w * k for w, k in zip(weights, (1, 2, 3, 4), strict=True)]]
+    assert [x.tolist() for x in passes] == [[w * k for w, k in zip(weights, (1, 2, 3, 4), strict=True)]]
 
 
 def batch_losses():
