@@ -1,6 +1,7 @@
-"""Fallbacks: announced once per reason, and without a trace of the first."""
+"""Fallbacks: announced once per reason, with no trace of the first; errors begin with the function called."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from zoo import NumpyCube
 
-import functional_jd as fj
+import functional_jd as jd
 from functional_jd.torch_compat.callers import SlowPathWarning
 from functional_jd.torch_compat.slow_path import attempt
 
@@ -57,12 +58,12 @@ def test_a_reason_is_said_once_and_another_again():
 
 @pytest.mark.parametrize("engine", ["gramian", "jacobian"])
 def test_a_checkpoint_around_a_step_ends_its_second_run_when_it_has_what_it_needs(engine):
-    method = {"losses": lambda w: w @ w.mT, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    method = {"losses": lambda w: w @ w.mT, "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
     w = torch.tensor([[0.4, -0.3], [0.1, 0.8]], dtype=torch.float64, requires_grad=True)
-    state = fj.train_state(w.detach(), **method)
+    state = jd.train_state(w.detach(), **method)
 
     def stepped(w):
-        return fj.step(state._replace(params=w), engine=engine, **method)[0].params.exp().sum()
+        return jd.step(state._replace(params=w), engine=engine, **method)[0].params.exp().sum()
 
     for f in (stepped, lambda w: stepped(w).sin()):
         (expected,) = torch.autograd.grad(f(w), w)
@@ -119,14 +120,14 @@ def test_losses_that_are_evaluated_again_move_their_buffers_and_draw_their_numbe
     net.load_state_dict({**params, **before})
     torch.manual_seed(3)
     with pytest.warns(SlowPathWarning, match=r"gramian_fn: evaluates the losses again and forms all rows"):
-        _, values, _ = fj.gramian_fn(losses)(params, x)
+        _, values, _ = jd.gramian_fn(losses)(params, x)
     check_same(values, expected)
     assert torch.equal(torch.get_rng_state(), draws)
     for name, buffer in net.named_buffers():
         check_same(buffer, once[name])
 
 
-@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn])
+@pytest.mark.parametrize("fn", [jd.jacobian_fn, jd.gramian_fn])
 def test_examples_that_vmap_refuses_count_their_calls_once(fn):
     calls, w = torch.zeros((), dtype=torch.int64), torch.ones(3)
 
@@ -135,13 +136,13 @@ def test_examples_that_vmap_refuses_count_their_calls_once(fn):
         return Refusing.apply((w * x).sum())
 
     with pytest.warns(SlowPathWarning, match="test_slow_path.py"):
-        fn(fj.per_example(loss))(w, torch.ones(4, 3))
+        fn(jd.per_example(loss))(w, torch.ones(4, 3))
     assert calls == 4
 
 
 def test_losses_of_examples_called_by_themselves_say_that_vmap_refused():
     with pytest.warns(SlowPathWarning, match=r"per_example: evaluates one example after the other"):
-        fj.per_example(lambda w, x: Refusing.apply((w * x).sum()))(torch.ones(3), torch.ones(4, 3))
+        jd.per_example(lambda w, x: Refusing.apply((w * x).sum()))(torch.ones(3), torch.ones(4, 3))
 
 
 def checkpointed(rate):
@@ -149,24 +150,24 @@ def checkpointed(rate):
         hidden = checkpoint(lambda w: nn.functional.dropout(torch.tanh(w * x), rate), w, use_reentrant=False)
         return hidden.square().sum()
 
-    return fj.per_example(loss)
+    return jd.per_example(loss)
 
 
 def test_one_backward_pass_never_mixes_the_losses_of_one_draw_with_the_gradient_of_another():
     w, x = torch.ones(3, requires_grad=False), torch.randn(4, 3)
-    _, pullback = fj.weighted_fn(checkpointed(0.5))(w, x)
+    _, pullback = jd.weighted_fn(checkpointed(0.5))(w, x)
     with pytest.raises(RuntimeError, match=r"weighted_fn: .*draw no random numbers.*engine='jacobian'"):
         pullback(torch.ones(4))
-    rows, _ = fj.jacobian_fn(checkpointed(0.5))(w, x)
+    rows, _ = jd.jacobian_fn(checkpointed(0.5))(w, x)
     assert rows.shape == (4, 3)
 
 
 def test_one_backward_pass_through_checkpoints_of_examples_says_that_it_evaluates_again():
     w, x = torch.ones(3), torch.randn(4, 3)
-    _, pullback = fj.weighted_fn(checkpointed(0.0))(w, x)
+    _, pullback = jd.weighted_fn(checkpointed(0.0))(w, x)
     with pytest.warns(SlowPathWarning, match=r"weighted_fn: evaluates the losses again, example by example"):
         direction, _ = pullback(torch.ones(4))
-    torch.testing.assert_close(direction, fj.jacobian_fn(checkpointed(0.0))(w, x)[0].sum(0))
+    torch.testing.assert_close(direction, jd.jacobian_fn(checkpointed(0.0))(w, x)[0].sum(0))
 
 
 @pytest.mark.parametrize("where", ["step", "pullback"])
@@ -178,15 +179,15 @@ def test_what_evaluates_again_follows_the_autocast_of_the_first_time(where):
         dtypes.append(hidden.dtype)
         return checkpoint(lambda w: (hidden * w.mean()).tanh(), params["w"], use_reentrant=False).square().sum()
 
-    method = {"losses": fj.per_example(loss), "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(w, x, **method, engine="jacobian")
+    method = {"losses": jd.per_example(loss), "aggregator": jd.mean(), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(w, x, **method, engine="jacobian")
     dtypes.clear()
     with torch.autocast("cpu", torch.bfloat16):
         if where == "step":
             with pytest.warns(SlowPathWarning, match="step: evaluates the losses again, example by example"):
-                fj.step(state, x, **method)
+                jd.step(state, x, **method)
         else:
-            pullback = fj.weighted_fn(method["losses"])(w, x)[1]
+            pullback = jd.weighted_fn(method["losses"])(w, x)[1]
     if where == "pullback":
         with pytest.warns(SlowPathWarning, match="weighted_fn: evaluates the losses again"):
             pullback(torch.ones(4))
@@ -197,7 +198,42 @@ def test_what_evaluates_again_follows_the_autocast_of_the_first_time(where):
 def test_rows_that_vmap_refuses_say_so():
     losses = lambda w: [NumpyCube.apply(w).sum(), w.sum(), w.sin().sum(), w.cos().sum()]
     with pytest.warns(SlowPathWarning, match=r"jacobian_fn: differentiates one row after the other"):
-        fj.jacobian_fn(losses)(torch.ones(3))
+        jd.jacobian_fn(losses)(torch.ones(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fj.jacobian_fn(losses, mode="loop")(torch.ones(3))
+        jd.jacobian_fn(losses, mode="loop")(torch.ones(3))
+
+
+LOSSES = lambda p, x: (p * x).sum().reshape(1)
+NONE = lambda p, x: None
+INTEGERS = torch.ones(3, dtype=torch.int64)
+
+
+def step(losses):
+    method = {"aggregator": jd.mean(), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(torch.ones(3), torch.ones(3), losses=LOSSES, **method)
+    return jd.step(state, torch.ones(3), losses=losses, **method)
+
+
+CASES = {
+    "a function": ("cagrad", lambda: jd.cagrad(-1.0)),
+    "what a function returned": ("jacobian_fn", lambda: jd.jacobian_fn(LOSSES)(INTEGERS, 1.0)),
+    "what that returned": ("gramian_fn", lambda: jd.gramian_fn(LOSSES)(torch.ones(3), 1.0)[2](torch.ones(5))),
+    "a record": ("sgd", lambda: jd.sgd(0.1).init(INTEGERS)),
+    "a rule inside": ("upgrad", lambda: jd.aggregate(jd.upgrad(torch.ones(3)), torch.ones(2, 3))),
+    "an engine inside": ("step", lambda: step(NONE)),
+    "one in the losses of another": ("jacobian_fn", lambda: step(lambda p, x: jd.jacobian_fn(NONE)(p, x)[0])),
+    "under vmap": (
+        "weighted_fn",
+        lambda: torch.vmap(lambda x: jd.weighted_fn(NONE)(torch.ones(3), x))(torch.ones(2, 3)),
+    ),
+    "in a thread": ("step", lambda: ThreadPoolExecutor(1).submit(step, NONE).result()),
+    "in a generator": ("steps", lambda: next(jd.steps(1, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors_begin_with_the_function_that_was_called(case):
+    name, call = CASES[case]
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: "):
+        call()
