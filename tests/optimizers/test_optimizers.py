@@ -233,26 +233,6 @@ def test_adamw_leaves_entries_without_direction_alone_in_float16(road):
     torch.testing.assert_close(found[-1][1], torch.tensor(1.97, dtype=torch.float16))
 
 
-@given(seed=seeds, momentum=st.sampled_from([0.0, 0.9]))
-def test_schedule_is_lambda_lr(seed, momentum):
-    directions = [tree(seed + i) for i in range(1, 5)]
-
-    def expected(cls, **hyper):
-        schedules = {}
-
-        def after_step(optimizer):
-            optimizer.param_groups[0]["lr"] = 0.1 / (2 + schedules.setdefault("taken", 0))
-            schedules["taken"] += 1
-
-        return run_torch(cls, tree(seed), directions, after_step, lr=0.1, **hyper)
-
-    schedule = lambda steps: 0.1 / (1 + steps.double())
-    found, _ = run(sgd(schedule, momentum=momentum), tree(seed), directions)
-    assert_close(found, expected(torch.optim.SGD, momentum=momentum))
-    for road in (lambda optimizer: optimizer, differentiated):
-        assert_close(run(road(adamw(schedule)), tree(seed), directions)[0], expected(torch.optim.AdamW))
-
-
 @pytest.mark.parametrize("optimizer", ALL)
 def test_memory_layout_does_not_matter(optimizer):
     draw = torch.Generator().manual_seed(0)
@@ -567,7 +547,7 @@ def matrices(seed, n):
 
 @pytest.mark.parametrize("name", CLASSES)
 @given(seed=seeds, lr=st.floats(1e-3, 1), decay=st.sampled_from([None, 0.5, 1.0]))
-def test_from_torch_is_the_class_with_a_number_or_a_schedule(name, seed, lr, decay):
+def test_from_torch_is_the_class_with_a_number_a_tensor_or_a_schedule(name, seed, lr, decay):
     (cls, hyper), (first, *directions) = CLASSES[name], matrices(seed, 9)
     taken = []
 
@@ -575,21 +555,14 @@ def test_from_torch_is_the_class_with_a_number_or_a_schedule(name, seed, lr, dec
         taken.append(1)
         optimizer.param_groups[0]["lr"] = lr * (decay or 1.0) ** len(taken)
 
-    optimizer = from_torch(cls, lr=lr if decay is None else lambda steps: lr * decay ** steps.double(), **hyper)
-    found, state = run(optimizer, first, directions)
-    assert_close(found, run_torch(cls, first, directions, after_step, lr=lr, **hyper), roundings=0)
-    assert described(state) == described(optimizer.init(first))
-    assert state.steps == 8
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_tensor_is_the_number(name):
-    (cls, hyper), (first, *directions) = CLASSES[name], matrices(0, 5)
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    expected = run(from_torch(cls, lr=0.1, **hyper), first, directions)
-    for same in (rate, lambda _: 0.1):  # a schedule of numbers
-        assert_close(run(from_torch(cls, lr=same, **hyper), first, directions), expected, roundings=0)
-    assert rate == 0.1
+    expected = run_torch(cls, first, directions, after_step, lr=lr, **hyper)
+    fixed = [lr, torch.tensor(lr, dtype=torch.float64), lambda _: lr]
+    for rate in fixed if decay is None else [lambda steps: lr * decay ** steps.double()]:
+        optimizer = from_torch(cls, lr=rate, **hyper)
+        found, state = run(optimizer, first, directions)
+        assert_close(found, expected, roundings=0)
+        assert described(state) == described(optimizer.init(first))
+        assert state.steps == 8
 
 
 def test_schedules_are_called_with_the_number_of_steps_taken():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from modes import Heard
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,18 +20,6 @@ from torch.overrides import TorchFunctionMode
 from functional_jd.core.sharding import sharded_as
 from functional_jd.torch_compat import autograd_graph
 from functional_jd.torch_compat import torch_internals as internals
-
-
-class Seen(TorchFunctionMode):
-    """The names of the ops that Python calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_active_transforms_are_known_and_counted():
@@ -120,7 +109,7 @@ def test_modes_that_see_what_is_computed_are_counted():
 
 
 def test_modes_see_nothing_where_they_are_switched_off():
-    with Seen() as seen, internals.torch_function_disabled():
+    with Heard() as seen, internals.torch_function_disabled():
         torch.ones(2).add(1)
     assert "add" not in seen.names
 
@@ -139,7 +128,7 @@ def test_functional_transforms_are_told_from_the_compiler(compiled):
 
 def test_weight_norm_is_what_the_parametrization_calls():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
-    with Seen() as seen:
+    with Heard() as seen:
         layer(torch.ones(1, 2))
     assert "_weight_norm" in seen.names
     v, g = torch.randn(3, 2), torch.ones(3, 1)
@@ -200,11 +189,11 @@ def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
     arguments = (x, x, x, 4, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
     rest = (layer.out_proj.weight, layer.out_proj.bias)
     (f, inside) = next(iter(internals.transparent.items()))
-    with Seen() as outer:
+    with Heard() as outer:
         expected = f(*arguments, *rest)
-    with Seen() as inner:
+    with Heard() as inner:
         found = inside(*arguments, *rest)
-    assert outer.names.count("multi_head_attention_forward") == 1
+    assert outer.names["multi_head_attention_forward"] == 1
     assert "linear" not in outer.names
     assert "linear" in inner.names
     torch.testing.assert_close(found, expected)

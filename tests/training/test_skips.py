@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from modes import Called
 
 import functional_jd as jd
 from functional_jd import StepInfo, TrainingStalled
@@ -60,26 +60,14 @@ def test_without_patience_it_never_ends():
     assert followed(SkipWatch(None), [info(False)] * 500) == (None, [20])
 
 
-class HostReads(TorchDispatchMode):
-    """Counts values that travel to the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_flags_are_read_ten_at_a_time(monkeypatch):
     reads, read = [], SkipWatch._read
     monkeypatch.setattr(SkipWatch, "_read", lambda watch: reads.append(len(watch.run)) or read(watch))
     watch = SkipWatch(200)
-    with HostReads() as host:
+    with Called() as host:
         for _ in range(9):
             watch.follow(None, None, info(True, True))
-    assert host.count == len(reads) == 0
+    assert host.reads == len(reads) == 0
     assert followed(watch, [info(True, True)] * 91) == (None, [])
     assert reads == [10] * 10
     assert not watch.run

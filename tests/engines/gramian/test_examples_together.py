@@ -3,8 +3,8 @@
 import pytest
 import torch
 from bounds import check_within, eps
+from modes import Called
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import numbers
 
 from functional_jd import squared_norms_fn
@@ -73,18 +73,6 @@ APART = {
     "smoothed entropy": lambda p, x, y: entropy(p, x, y, label_smoothing=0.1),
     "weighted entropy": lambda p, x, y: entropy(p, x, y, weight=PARAMS["n"]),
 }
-
-
-class Called(TorchDispatchMode):
-    """The ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def batch(m=M):
