@@ -63,15 +63,6 @@ def line_search(
 
     Differences:
         From searches that stop at the first rate that is good enough: those read values, which synchronizes.
-
-    Example:
-        >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)
-        >>> residuals = per_example(lambda params, x, y: torch.exp(x @ params["w"]) - 2 * y)
-        >>> optimizer = line_search(sgd(1.0), [1.0, 0.5, 0.25, 0.0])
-        >>> method = {"losses": residuals, "aggregator": natural_gradient(1e-6), "optimizer": optimizer}
-        >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
-        >>> float(state.optimizer.rate)
-        0.5
     """
     at = _checked(optimizer, rates)
     if merit is not None:

@@ -69,9 +69,6 @@ def noised(
         From Opacus: the key makes runs repeatable, and is not a secure generator of random numbers. Nothing is
         accounted for: give multiplier, sampling rate and number of calls, those of skipped steps too, to Opacus's
         accountants or `dp_accounting`. Whether a step is skipped depends on the examples.
-
-    Example:
-        >>> rule, optimizer = clipped(1.0), noised(sgd(0.1), random.key(0), 1.1, max_norm=1.0, batch_size=64)
     """
     check_noise(optimizer, key, batch_size, multiplier=multiplier, max_norm=max_norm)
 

@@ -99,13 +99,6 @@ def accumulate(
         A rule that needs no gradients costs one backward pass for each part, and memory for one direction. If it looks
         at losses, or if these are of examples, they are evaluated twice. Other rules keep all rows and those of a part.
         Pure; composes with vmap, grad and compile.
-
-    Example:
-        >>> losses = lambda params, x: (x * params["w"]).square().mean(0)
-        >>> parts = [(torch.ones(2, 3),), (torch.zeros(2, 3),)]
-        >>> found = accumulate(losses, parts, params={"w": torch.ones(3)}, aggregator=mean())
-        >>> found.direction["w"], bool(found.moved)
-        (tensor([0.3333, 0.3333, 0.3333]), True)
     """
     check_losses(losses, 0, False)
     check_rule(aggregator)

@@ -138,13 +138,6 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     Guarantees:
         Shapes and dtypes decide, never values: eager and compiled steps, and steps under vmap, choose alike. A step
         with layers that its engine cannot follow forms all rows, and warns.
-
-    Example:
-        >>> params, x = {"w": torch.ones(3)}, torch.ones(2, 3)
-        >>> losses = lambda params, x: x @ params["w"]
-        >>> state = train_state(params, x, losses=losses, aggregator=upgrad(), optimizer=sgd(0.1))
-        >>> chosen_engine(state, x, losses=losses, aggregator=upgrad()).engine
-        'jacobian'
     """
     check_type("state", state, TrainState, START)
     check_function("losses", losses, "Pass losses(params, ...).")

@@ -100,13 +100,6 @@ def steps(
     Returns:
         An iterator of `(state, info)`. Every step starts from the state that the last one returned, whatever the loop
         assigns to its own variable.
-
-    Example:
-        >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
-        >>> state, take = train_state(torch.zeros(2), torch.ones(2), **method), functools.partial(step, **method)
-        >>> for state, info in steps(take, state, [torch.ones(2)] * 50):
-        ...     if max(info.losses) < 0.1:
-        ...         break
     """
     return _checked(step, state, batches, patience)
 

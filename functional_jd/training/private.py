@@ -61,14 +61,6 @@ def private(
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
-
-    Example:
-        >>> loss = lambda params, x, y: (x @ params["w"] - y).square()
-        >>> settings = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 3}
-        >>> method = private(loss, **settings, optimizer=sgd(0.1), key=random.key(0))
-        >>> x, y = torch.eye(3), torch.ones(3)
-        >>> state = train_state({"w": torch.zeros(3)}, x, y, **method)
-        >>> state, info = step(state, x[:0], y[:0], **method)  # a batch without examples
     """
     if not callable(loss) or (hasattr(loss, "each") and not isinstance(loss, PerExample)):
         refuse("loss", "the loss of one example, or per_example of it", loss, "Pass a function.")

@@ -70,16 +70,6 @@ def train_state(
         The losses are evaluated twice. Generators (torch's, Python's and NumPy's) and tensors that they change in place
         or by `.data =` are put back. Attributes that modules set stay.
         Under a transform they are evaluated once, and not checked; under torch.compile nothing is put back.
-
-    Example:
-        >>> net = nn.Linear(3, 2)
-        >>> apply = functional(net)
-        >>> losses = lambda params, x: apply(params, {}, x)[0].square().mean(0)  # two objectives
-        >>> method = {"losses": losses, "aggregator": upgrad(), "optimizer": adamw(lr=1e-3)}
-        >>> x = torch.ones(4, 3)
-        >>> state = train_state(dict(net.named_parameters()), x, scale=scale_state(shape=(2,)), **method)
-        >>> state.scale.scale
-        tensor([65536., 65536.])
     """
     check_method(losses, aggregator, optimizer, has_aux)
     check_tensors("buffers", buffers)
