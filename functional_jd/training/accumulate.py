@@ -1,7 +1,6 @@
 """The direction of a batch that comes in parts, since memory does not hold it at once."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,10 +12,10 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_option, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
-from functional_jd.core.tree import all_finite, described_leaves, detach_tree, tree_leaves, tree_map
+from functional_jd.core.tree import all_finite, described_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
 from functional_jd.engines.by_name import of_rows, rows_of_plan
-from functional_jd.engines.evaluate import check_losses, evaluate_losses
+from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import (
     agree,
@@ -236,10 +235,7 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[
     known, taken, examples = None, 0, plan.kind.rows_are_examples
     if plan.view.losses or examples:
         draws = None if plan.differentiable else random_state()
-        with nullcontext() if plan.differentiable else torch.enable_grad():  # losses may differentiate by their batch
-            kept = (lambda tree: tree) if plan.differentiable else detach_tree
-            alone = lambda plan: kept(evaluate_losses(plan.losses, plan.args, plan._replace(examples=examples))[1])
-            _, known, *_ = run.summed(lambda plan: ((), *alone(plan), None))
+        _, known, *_ = run.summed(lambda plan: ((), *plan.kind.weighted(plan.losses, plan.args, plan)[:2], None))
         if draws is not None:
             set_random_state(draws)
     decided: list[Any] = []

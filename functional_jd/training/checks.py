@@ -162,7 +162,7 @@ def _check_reached(
         if not isinstance(x, str) or x not in names:
             refuse("constant", f"names of losses, {few(names)}", x, "See objective_names(losses).", ValueError)
     reached = [{*_leaves_behind([part])} & {*map(id, points)} for y in tree_leaves(values) for part in _parts(y)]
-    if not set(names) <= set(given) and (not any(reached) or not any(points_of_rows & x for x in reached)):
+    if not set(names) <= set(given) and not any(points_of_rows & x for x in reached):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
         raise ValueError(
             f"{here()}: the losses must depend on{shared} the parameters, found no loss that does. {_CURE}, and do not "
@@ -203,13 +203,13 @@ def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tre
 
 def _warn_of_buffers_without_noise(before: Tree, after: Tree) -> None:
     """Warn of buffers that the losses of an example move, except for keys: they get no noise."""
-    for name, x, y in zip(tree_names(after), tree_leaves(before), tree_leaves(after), strict=False):
-        if not is_key(name, x, before) and not torch.equal(x.nan_to_num(), y.nan_to_num()):
-            warn(
-                f"{here()}: the losses of noised training move the buffer {name!r}, which gets no noise. Keep no "
-                "buffer that follows the examples, as a running mean does. Pass a count of the steps in the batch."
-            )
-            return
+    pairs = zip(tree_names(after), tree_leaves(before), tree_leaves(after), strict=False)
+    moved = [n for n, x, y in pairs if not (is_key(n, x, before) or torch.equal(x.nan_to_num(), y.nan_to_num()))]
+    if moved:
+        warn(
+            f"{here()}: the losses of noised training move the buffer {moved[0]!r}, which gets no noise. Keep no "
+            "buffer that follows the examples, as a running mean does. Pass a count of the steps in the batch."
+        )
 
 
 def _memory(x: Tensor) -> int | None:

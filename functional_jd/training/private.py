@@ -1,6 +1,5 @@
 """Private training (DP-SGD): losses, rule and optimizer that fit one another."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from functional_jd.core.types import Params
 from functional_jd.objectives import PerExample
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.noised import check_noise, noised
+from functional_jd.training.state import warn
 
 _CLIPPINGS = {"flat": clipped, "automatic": lambda max_norm: auto_clipped(max_norm=max_norm)}
 _OTHERS = "Leave it out. By layers: replace the aggregator by grouped({key: clipped(max_norm / k**0.5), ...})."
@@ -69,10 +69,7 @@ def private(
     check_noise(optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
     number("max_norm", max_norm, POSITIVE, "A common value is 1.")
     if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
-        warnings.warn(
-            "private: noise_multiplier 0 adds no noise, so that nothing is protected. A common value is 1.",
-            stacklevel=2,
-        )
+        warn("private: noise_multiplier 0 adds no noise, so that nothing is protected. A common value is 1.")
     return {
         "losses": PerExample(examples.loss, examples.in_dims, _nothing_lost),
         "aggregator": _CLIPPINGS[clipping](max_norm),

@@ -145,14 +145,13 @@ def weights_and_memory(
 
 def _warn_of_graph(params: Params) -> None:
     """Warn of a leaf tensor to which weights carry a graph: a trainer's backward pass would go through the rule."""
-    for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
-        if p.requires_grad and p.is_leaf:
-            warn(
-                f"{here()}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
-                "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
-                "without grad, or take weights.detach()."
-            )
-            return
+    pairs = zip(tree_names(params), tree_leaves(params), strict=True)
+    if names := [name for name, p in pairs if p.requires_grad and p.is_leaf]:
+        warn(
+            f"{here()}: the weights carry a graph to {names[0]!r}, a tensor that requires grad and is no nn.Parameter: "
+            "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
+            "without grad, or take weights.detach()."
+        )
 
 
 def group_of_ranks(group: Any, losses: Any, params: Params) -> Any:
@@ -248,17 +247,16 @@ def weigh(
         refuse("features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
     factor = None if scale is None else scale.scale
     factors = row_scales(Plan(False, factor, False), m, tree_leaves(losses)[0])
-    view, points = as_view(aggregator.view), list[Tensor]()
-    if view.products != "none":
-        points = _points(losses, parameters if features is None else features, features is None)
+    view = as_view(aggregator.view)
+    given = parameters if features is None else features
+    points = [] if view.products == "none" else _points(losses, given, features is None)
     if group is not None and state is None:
         check_alike(losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
         known, rows, finite = _observed(losses, points, factors, scaled=factor is not None)
         if group is not None:
             known, finite, rows = mean_over_group(known, group), agree(finite, group), mean_over_group(rows, group)
-    how: Any = {"rule": aggregator, "view": view, "leaves": points, "guarded": False, "scale_state": no_scale()}
-    plan = Plan(False, None, False, **how)
+    plan = Plan(False, None, False, rule=aggregator, view=view, leaves=points, guarded=False, scale_state=no_scale())
     seen = observe(plan, Engine(lambda _: Observation(known, rows=rows or None)))
     first = None if group is None else partial(replicate, group=group)
     weights, memory = weights_and_memory(plan, seen, state, first, finite)
