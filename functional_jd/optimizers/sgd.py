@@ -56,11 +56,6 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
     Differences:
         From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the dtype of params.
         Momentum and weight decay move a parameter that no loss reaches in a batch, as its direction is 0, not None.
-
-    Example:
-        >>> optimizer, params = sgd(lr=lambda steps: 0.1 / (1 + steps), momentum=0.9), torch.ones(2)
-        >>> optimizer.update(torch.ones(2), optimizer.init(params), params)[0]
-        tensor([0.9000, 0.9000])
     """
     check_settings(momentum=momentum, weight_decay=weight_decay, lr=lr)
     check_flag("nesterov", nesterov)

@@ -42,8 +42,8 @@ def to_checkpoint(
 
     Raises:
         TypeError: a leaf is not a tensor.
-        ValueError: two leaves have the same name; without `whole`, `DTensor`s with placements other than `Shard` and
-            `Replicate`, as those of tensor parallelism below `fully_shard` are.
+        ValueError: two leaves have the same name; `DTensor`s with placements other than `Shard` and `Replicate`, as of
+            tensor parallelism below `fully_shard`, unless `whole`.
 
     Guarantees:
         `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit.
@@ -94,10 +94,6 @@ def from_checkpoint(
         ValueError: another version of the format; records of another class; names that are missing or unknown; another
             shape or dtype; a checksum that differs (checkpoints of older versions have none); another rule or
             optimizer; `DTensor`s in `like` with placements other than `Shard` and `Replicate`.
-
-    Example:
-        >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
-        {'w': tensor([1., 1.])}
     """
     method = {"aggregator": aggregator, "optimizer": optimizer}
     expected, structure, records = _named(like, method)

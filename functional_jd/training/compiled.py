@@ -25,8 +25,8 @@ from functional_jd.training.captured import Captured
 def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
-    `f` is called twice for each kind of arguments: with them, and with tensors that have shapes but no values, to write
-    down its operators as one graph, transforms and derivatives taken.
+    For each kind of arguments, `f` is called twice: with them, and with tensors without values, to write its operators
+    down as one graph.
 
     Args:
         f: a function of pytrees of tensors and of other values: `functools.partial(step, **method)`, `torch.vmap` of a

@@ -40,7 +40,7 @@ def fit(
         state: from `train_state`, or from the last `fit`.
         batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
             `step`; anything else is one argument. To pass a tuple whole, wrap it: `((batch,) for batch in loader)`.
-        on_step: `on_step(info, state)` or `on_step(info)`, called after every step, such as `history.append` of a list.
+        on_step: `on_step(info, state)` or `on_step(info)`, called after every step, such as `history.append`.
         progress: whether to show a bar of tqdm on stderr, with the losses and the number of skipped steps.
         patience: after so many skipped steps in a row, training ends with an error; `None`: never. After 20, there is a
             `RuntimeWarning` that names the losses. Flags are fetched from the device every ten steps.

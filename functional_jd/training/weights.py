@@ -86,12 +86,6 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         If a loss or a weight is not finite, the state that was given is returned: None in a call without one, so that
         the rule starts with the next batch (not under a transform). A `GradScaler` skips the step then.
         Pure; composes with vmap, grad, jvp and compile.
-
-    Example:
-        >>> losses = lambda params, x: torch.stack([(params["w"] - x).square().sum(), (params["w"] + x).square().sum()])
-        >>> params, x = {"w": nn.Parameter(torch.tensor([1.0, 0.0]))}, torch.ones(2)
-        >>> weights, _, state = weights_fn(losses, upgrad())(params, x)
-        >>> (weights * losses(params, x)).sum().backward()  # then the trainer's optimizer takes its step
     """
     check_losses(losses, 0, False)
     check_rule(aggregator)
