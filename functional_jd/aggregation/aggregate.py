@@ -10,7 +10,7 @@ from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count, loss_vector
 from functional_jd.core.arguments import Domain, here, refuse
-from functional_jd.core.float64 import has_float64, warn_of_rows
+from functional_jd.core.float64 import has_float64
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
@@ -128,7 +128,7 @@ def aggregate(
         by_gramian = view.products == "gramian" and view.groups is None
         products = (received if view.receive is receive else receive(seen)) if by_gramian else None
         given = received, products, state
-        weights, own, state = where_it_runs(aggregator, view, seen, update, *given, apart=True)
+        weights, own, state = where_it_runs(aggregator, seen, update, *given, apart=True)
         direction = combined(jacobian, own, wide=products is not None)
         return Aggregation(direction, weights, state)
 
@@ -242,7 +242,7 @@ def unless(absent: Tensor, square: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def where_it_runs(
-    aggregator: Aggregator, view: View, seen: Observation, function: Callable[..., Any], *given: Any, apart: bool
+    aggregator: Aggregator, seen: Observation, function: Callable[..., Any], *given: Any, apart: bool
 ) -> Any:
     """`function(*given)`, on the host if the rule runs there, by one copy there and another back: if it is `on_host`,
     or the device has no float64. `apart`: each result with memory of its own, as users need it.
@@ -255,8 +255,6 @@ def where_it_runs(
     narrow = some.device if isinstance(some, Tensor) and not known else None
     if narrow is None and not (aggregator.on_host and _goes_to_host(given)):
         return function(*given)
-    if narrow is not None and view.products == "rows":
-        warn_of_rows(narrow)
     return run_on_host(function, *given, device=narrow, apart=apart)
 
 
@@ -296,4 +294,4 @@ def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses:
 
 def initial_state(aggregator: Aggregator, view: View, seen: Observation) -> Tree:
     """The initial state of a rule with this view. The caller switches autocast off."""
-    return where_it_runs(aggregator, view, seen, aggregator.init, view.receive(seen), apart=False)
+    return where_it_runs(aggregator, seen, aggregator.init, view.receive(seen), apart=False)

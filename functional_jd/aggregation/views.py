@@ -11,7 +11,6 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_type, described, here, refuse
 from functional_jd.core.float64 import has_float64, on_wide_device
 from functional_jd.core.heads import rows_of
-from functional_jd.core.host import copied
 from functional_jd.core.names import objective_names
 from functional_jd.core.rows import (
     as_matrix,
@@ -305,9 +304,7 @@ def loss_vector(losses: Losses) -> Tensor:
         )
     loss_count(losses)
     leaves = tree_leaves(losses)
-    if not (leaves[0].is_cpu or has_float64(leaves[0].device)):
-        leaves = copied(leaves, torch.device("cpu"))
-    return torch.cat([leaf.reshape(-1).double() for leaf in leaves])
+    return torch.cat([on_wide_device(leaf).reshape(-1).double() for leaf in leaves])
 
 
 def loss_count(losses: Losses) -> int:

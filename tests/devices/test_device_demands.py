@@ -285,16 +285,3 @@ def test_draws_without_float64_are_those_of_the_cpu():
         assert all(x.device.type == "sim" for x in found)
         found = device.get(found)
     assert all(map(torch.equal, found, expected))
-
-
-def test_only_rows_that_go_to_the_host_warn():
-    with simulated(float64=False) as device:
-        two_steps("tasks", jd.mean, (), device)
-        with pytest.warns(jd.SlowPathWarning, match="no float64") as seen:
-            two_steps("tasks", jd.upgrad, (), device)
-        rows = device.put(torch.eye(2))
-        with pytest.warns(jd.SlowPathWarning, match=r"^aggregate: the device 'sim' has no float64"):
-            jd.aggregate(jd.upgrad(), rows)
-        with pytest.warns(jd.SlowPathWarning, match=r"^gramian_fn: the device 'sim' has no float64"):
-            jd.gramian_fn(lambda x: x.sum(1))(rows)
-    assert {str(each.message).split(":")[0] for each in seen} == {"train_state", "step"}

@@ -10,12 +10,11 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combine, combined, products_of_rows
 from functional_jd.aggregation.observation import Products
 from functional_jd.aggregation.views import gramian_of_leaves, norms
-from functional_jd.core.float64 import has_float64
 from functional_jd.core.heads import direction_with_heads, nan_unless_finite, of_groups, split_heads
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
-from functional_jd.engines.evaluate import check_weights, objective_count, row_scales, select_arguments
+from functional_jd.engines.evaluate import check_weights, objective_count, row_scales
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives.buffers import CarryingLosses, Extras, carrying_losses
 from functional_jd.precision.autocast import autocast_disabled
@@ -85,11 +84,8 @@ class Kind(NamedTuple):
         def by_rows() -> FoundGramian:
             return gramian_from_rows(self.jacobian(losses, args, plan._replace(mode="auto")), plan)
 
-        chosen, _ = select_arguments(plan.argnums, args)
-        first = next(iter(tree_leaves(chosen)), None)
-        narrow = isinstance(first, Tensor) and not (first.is_cpu or has_float64(first.device))
         layered = self.layered
-        if layered is None or narrow:
+        if layered is None:
             return by_rows()
         # torch.compile cannot trace a fallback that depends on what raises, and tells zero gradients only under vmap.
         if torch.compiler.is_compiling():
