@@ -44,8 +44,10 @@ FLOAT32 = op_names("""
     linalg_matrix_exp matrix_exp linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_polar linalg_qr
     linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
     linalg_tensorsolve linalg_householder_product
-""") | {f"fft_{name}" for name in vars(torch.fft) if name.endswith(("fft", "fft2", "fftn"))}
-FLOAT32 |= op_names("rms_norm" if torch.__version__ >= "2.12" else "")
+""").union(
+    {f"fft_{name}" for name in vars(torch.fft) if name.endswith(("fft", "fft2", "fftn"))},
+    ["rms_norm"] * (torch.__version__ >= "2.12"),
+)
 """Ops computed in float32: they overflow or cancel in half precision, or (the last lines) have no half kernels."""
 
 PROMOTE = op_names("""

@@ -106,9 +106,8 @@ def _reason(error: BaseException) -> str:
 
 def cure_of(message: str) -> str:
     """A fix for an error of torch that names none."""
-    if "setup_context staticmethod" not in message and "_fwd_used_autocast" not in message:
-        return ""
-    return (
+    cure = (
         " Under transforms, an autograd.Function needs setup_context, and functional_jd.precision.custom instead of "
         "torch.amp.custom_fwd and custom_bwd."
     )
+    return cure if "setup_context staticmethod" in message or "_fwd_used_autocast" in message else ""
