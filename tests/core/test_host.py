@@ -13,7 +13,8 @@ from functional_jd.aggregation.aggregate import Aggregator, aggregate, apply_rul
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.host import is_capturing, run_on_host
 
-ROWS = {"constant": 3, "cosmos": 3, "epo": 3, "pbi": 3}  # of the rules that are built for a number of them
+# Of the rules that are built for a number of rows.
+ROWS = dict.fromkeys(("constant", "constrained", "cosmos", "epo", "pbi"), 3)
 KINDS = (torch.bool, torch.float64, torch.int32, torch.float16, torch.uint8, torch.int64, torch.complex128)
 
 

@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from functional_jd import aggregate, constant, cosmos, epo, mean, pbi, random
 from functional_jd.aggregation.aggregate import start
+from functional_jd.aggregators import constrained
 
 # Small dense problems take one round trip to the host, or at most 40 launches; the rest is of the rows.
 LIMIT = 400
 # With as many objectives as there are rows.
 SIZED = {
     "constant": lambda m: constant([1.0] * (m - 1) + [-1.0]),
+    "constrained": lambda m: constrained([0.1] * (m - 1) + [torch.inf]),
     "cosmos": lambda m: cosmos(1.0, [0.5] * m),
     "epo": lambda m: epo([1.0 / m] * m),
     "pbi": lambda m: pbi(5.0, [1.0] * m),
