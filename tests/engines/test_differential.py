@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from bounds import check_products, check_stable, check_within, eps
 from gramian_by_hand import priced
 from jacobian_by_hand import KINDS, leaves, rows_of
@@ -17,6 +18,8 @@ from zoo import MODELS, MORE, Case, numbers
 import functional_jd as fj
 from functional_jd import gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
 from functional_jd.core.heads import MultitaskJacobian
+from functional_jd.distributed import replicated
+from functional_jd.engines import replicas
 from functional_jd.engines.by_name import MODES
 from functional_jd.engines.gramian import products
 from functional_jd.engines.kinds import kind as from_rows
@@ -246,7 +249,12 @@ RULES = {
     "gramian and losses": fj.natural_gradient(1e-3),
     "rows": fj.trimmed_mean(1),
     "rows and losses": fj.db_mtl(),
+    "nothing by group": fj.grouped({"layer0": fj.mean(), "layer1": fj.mean()}),
+    "nothing by groups that differ": fj.grouped({"layer0": fj.total(), "layer1": fj.mean()}),
+    "losses by group": fj.grouped({"layer0": fj.stch(), "layer1": fj.mean()}),
+    "gramian by group": fj.grouped({"layer0": fj.upgrad(), "layer1": fj.mean()}),
 }
+WITHOUT_ROWS = [need for need in RULES if need.startswith(("nothing", "losses"))]
 MODES_APART = {f"jacobian {mode}": fj.engines.jacobian_engine(mode) for mode in MODES if mode != "auto"} | {
     "jacobian chunks": fj.engines.jacobian_engine(chunk_size=2),
 }
@@ -256,15 +264,34 @@ ENGINES = MODES_APART | {
     "weighted": fj.engines.weighted_engine(),
     "features": fj.engines.features_engine(),
     "auto": "auto",
+    "replicated": replicated(),
+    "replicated jacobian": replicated("jacobian"),
+    "replicated weighted": replicated("weighted"),
 }
+
+
+@pytest.fixture(scope="module")
+def _alone(tmp_path_factory):
+    """The only rank of a group."""
+    store = (tmp_path_factory.mktemp("group") / "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def serves(how, need, kind):
     if how == "features":
         return need in ("gramian", "gramian and losses") and kind == "tasks"
     if how == "gramian":
-        return need in ("norms", "gramian", "gramian and losses")
-    return need in ("nothing", "losses") if how == "weighted" else True
+        return need in ("norms", "gramian", "gramian and losses", "gramian by group")
+    if how.startswith("replicated") and kind == "by_sets":
+        return False
+    return need in WITHOUT_ROWS if how.endswith("weighted") else True
+
+
+def arranged(tree, rows):
+    """The rows, in the structure of the parameters."""
+    return {key: arranged(tree[key], rows) for key in sorted(tree)} if isinstance(tree, dict) else next(rows)
 
 
 def after_step(expected, rule, how):
@@ -279,14 +306,16 @@ def after_step(expected, rule, how):
         return fj.aggregate(rule, by_feature, losses=values)
 
     def f(rows, values):
-        own, shared = rows[: expected.heads], rows[expected.heads :]
+        own, trunk = rows[: expected.heads], case.params["shared"] if expected.heads else case.params
+        shared = arranged(trunk, iter(rows[expected.heads :]))
         weights = weigh(shared, values).weights
-        directions = [r.sum(0) for r in own] + fj.aggregation.combine(shared, weights)
-        return values, weights, [p - d for p, d in zip(params, directions, strict=True)]
+        directions = [r.sum(0) for r in own] + leaves(fj.aggregation.combine(shared, weights))
+        return values, leaves(weights), [p - d for p, d in zip(params, directions, strict=True)]
 
     return f
 
 
+@pytest.mark.usefixtures("_alone")
 @pytest.mark.filterwarnings("ignore:train_state. .* residuals")  # any losses will do
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("need", RULES)
@@ -297,7 +326,7 @@ def test_a_step_with_every_engine_is_the_one_by_hand(need, kind):
     how_to = {"losses": case.losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
     for how, engine_of in ENGINES.items():
         if not serves(how, need, kind):
-            with pytest.raises(ValueError, match="serves"):
+            with pytest.raises(ValueError, match=r"serves|of one kind"):
                 fj.train_state(case.params, *case.args, engine=engine_of, **how_to)
             continue
         # Modes differ in which factor a row gets; whatever follows the rows is the same for all of them.
@@ -306,14 +335,27 @@ def test_a_step_with_every_engine_is_the_one_by_hand(need, kind):
             state = fj.train_state(case.params, *case.args, scale=scale, engine=engine_of, **how_to)
             state, info = fj.step(state, *case.args, engine=engine_of, **how_to)
             found = torch.cat([x.reshape(-1) for x in leaves(info.losses)]), info.weights, leaves(state.params)
-            found = found[0], _pytree.tree_leaves(leaves(found[1])), found[2]
+            found = found[0], leaves(found[1]), found[2]
             try:
                 check_stable(found, after_step(expected, rule, how), expected.rows, values, roundings=ROUNDINGS)
                 assert info.finite.shape == (() if scale is None else scale.scale.shape)
                 assert info.finite.all()
                 assert info.moved
-                if "gramian" in need and how != "features":
+                if need in ("gramian", "gramian and losses") and how != "features":
                     check_products(info.gramian, expected.matrix, expected.matrix)
             except AssertionError as error:
                 failures.append(f"{how}, scale {scaled}: {error}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("name", [None, "weighted", "jacobian"])
+def test_replicas_form_rows_only_where_a_rule_needs_them_or_by_name(name, monkeypatch):
+    formed, rows_of_plan = [], replicas.rows_of_plan
+    monkeypatch.setattr(replicas, "rows_of_plan", lambda *given: formed.append(1) or rows_of_plan(*given))
+    case, engine = expected_of("mlp", "plain").case, replicated(*filter(None, [name]))
+    for need in WITHOUT_ROWS:
+        how = {"losses": case.losses, "aggregator": RULES[need], "optimizer": fj.sgd(1.0), "engine": engine}
+        fj.step(fj.train_state(case.params, *case.args, **how), *case.args, **how)
+        assert bool(formed) == (name == "jacobian")
+        formed.clear()

@@ -5,12 +5,13 @@ import collections
 import pytest
 import torch
 from bounds import check_same
-from jacobian_by_hand import every_kind
+from jacobian_by_hand import every_kind, leaves, same, same_but_for_scales
 from torch import nn
-from zoo import BATCH, by_example, mlp, numbers, of_module, plain, tasks
+from zoo import BATCH, bare, by_example, mlp, numbers, of_module, plain, tasks
 
 import functional_jd as fj
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.engines.gramian import products
 
 PARAMS, X = {"w": torch.ones(3)}, torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 METHOD = {"aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
@@ -191,6 +192,42 @@ def test_nothing_stays_attached_or_changes_unless_an_input_requires_grad(kind, n
     assert same_bits(before, case.params)
     assert not any(x.requires_grad for x in tree_leaves(case.params))
     assert all(x.grad is None and x.is_leaf for x in tree_leaves(asking))
+
+
+@every_call
+@every_kind
+def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monkeypatch):
+    case, m = kind(mlp()), 3 if kind is tasks else 4
+    replicas = [(tree_map(lambda x, r=r: x * r, case.params), torch.full((m,), 2.0**r)) for r in (1, -2, 3)]
+
+    def f(params, scale):
+        return found(name, how | {"scale": scale}, case.losses, params, *case.args)
+
+    def slopes(params, scale):
+        sines = lambda params: sum(x.double().sin().sum() for x in tree_leaves(f(params, scale)) if x.requires_grad)
+        return torch.func.grad(sines)(params)
+
+    for lean in (True, False) if name == "squared_norms_fn" else (True,):
+        monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
+        for take in (f, slopes):
+            stacked = tree_map(lambda *x: torch.stack(x), *replicas)
+            loop = [torch.stack(x) for x in zip(*[leaves(take(*each)) for each in replicas], strict=True)]
+            same_but_for_scales(torch.vmap(take)(*stacked), loop)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("name", ["jacobian_fn", "squared_norms_fn", "weighted_fn"])
+@every_kind
+def test_one_graph_holds_it(kind, name, monkeypatch):
+    monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_: True)
+    case = kind(bare())
+
+    def f(params, scale, *args):
+        return found(name, {"scale": scale}, case.losses, params, *args)
+
+    torch.compiler.reset()
+    given = case.params, torch.arange(1.0, 4.0 if kind is tasks else 5.0), *case.args
+    same(torch.compile(f, fullgraph=True, backend="aot_eager")(*given), leaves(f(*given)))
 
 
 @every_call

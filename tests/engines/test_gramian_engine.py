@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from zoo import ASKS, BATCH, Case, Model, numbers, plain, with_hook
 
-from functional_jd import squared_norms_fn
+from functional_jd import squared_norms_fn, weighted_fn
 from functional_jd.engines.gramian import products
 from functional_jd.objectives import PerExample, multitask, per_example
 from functional_jd.torch_compat.callers import SlowPathWarning
@@ -304,14 +304,18 @@ def test_an_infinite_loss_stays_alone_where_somebody_differentiates_the_gramian(
     assert gramian_fn(losses)(p)[0].diagonal().isfinite().tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("take", "words"), [(gramian_fn, "forms all rows"), (weighted_fn, "one example after the other")]
+)
 @pytest.mark.parametrize("ask", ASKS)
-def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask):
+def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask, take, words):
     params, x = {"w": numbers(3, 4), "v": numbers(4, seed=1)}, numbers(BATCH, 3, seed=2)
     losses = per_example(with_hook(ASKS[ask]))
-    with pytest.warns(SlowPathWarning, match="forms all rows"):
-        gramian, _, pullback = gramian_fn(losses)(params, x)
+    with pytest.warns(SlowPathWarning, match=words):
+        *gramian, _, pullback = take(losses)(params, x)
     rows = torch.cat([leaf.flatten(1) for leaf in rows_of(losses, params, x)], 1)
-    torch.testing.assert_close(gramian, rows @ rows.mT)
+    for products_of_rows in gramian:
+        torch.testing.assert_close(products_of_rows, rows @ rows.mT)
     direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(BATCH, dtype=torch.float64))[0])])
     torch.testing.assert_close(direction, rows.sum(0))
 

@@ -24,7 +24,7 @@ from jacobian_by_hand import (
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, Model, bare, by_example, mlp, numbers, plain, tasks
+from zoo import BATCH, MODELS, Model, by_example, mlp, numbers, plain, tasks
 
 from functional_jd import gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
 from functional_jd.engines.by_name import MODES
@@ -400,29 +400,11 @@ def test_jvp_and_jacrev_of_the_jacobian_agree_with_finite_differences(kind, mode
 
 @every_mode
 @every_kind
-def test_vmap_over_replicas_is_a_loop_over_them(kind, mode):
-    case = kind(mlp())
-    f = jacobian_fn(case.losses, mode=mode)
-    replicas = [_pytree.tree_map(lambda x, r=r: x * r, case.params) for r in (1.0, -0.5, 2.0)]
-    stacked = _pytree.tree_map(lambda *x: torch.stack(x), *replicas)
-    expected = [torch.stack(x) for x in zip(*[leaves(f(r, *case.args)) for r in replicas], strict=True)]
-    same(torch.vmap(lambda p: f(p, *case.args))(stacked), expected)
-    slopes = [leaves(torch.func.grad(lambda p: reading(f, p, *case.args))(r)) for r in replicas]
-    batched = torch.vmap(torch.func.grad(lambda p: reading(f, p, *case.args)))(stacked)
-    same(batched, [torch.stack(x) for x in zip(*slopes, strict=True)])
-
-
-@every_mode
-@every_kind
-def test_vmap_over_scales_and_derivatives_in_the_scale(kind, mode):
+def test_derivatives_in_the_scale(kind, mode):
     """Whatever the scale, unscaled rows are the same."""
     case, m = kind(mlp()), 3 if kind is tasks else 4
-    scales = 2.0 ** numbers(5, m, dtype=torch.float32)
+    scales = 2.0 ** numbers(2, m, dtype=torch.float32)
     unscaled = lambda scale: jacobian_fn(case.losses, mode=mode, scale=scale)(case.params, *case.args)
-    together = torch.vmap(unscaled)(scales)
-    expected = [torch.stack(x) for x in zip(*[leaves(unscaled(s)) for s in scales], strict=True)]
-    same_but_for_scales(together, expected)
-    assert together[2].all()
     size = sum(rows.abs().sum() for rows in leaves(unscaled(scales[0])[0]))
     rounding = 4 * eps(torch.float32) * size * (scales[1].max() / scales[0].min())
     for tangent in leaves(torch.func.jvp(lambda s: unscaled(s)[:2], (scales[0],), (scales[1],))[1]):
@@ -437,15 +419,6 @@ def _fresh():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_fresh")
-@every_kind
-def test_compiles_in_one_graph(kind):
-    case = kind(bare())
-    f = jacobian_fn(case.losses, scale=torch.arange(1.0, 4.0 if kind is tasks else 5.0))
-    found = torch.compile(f, fullgraph=True, backend="aot_eager")(case.params, *case.args)
-    same(found, leaves(f(case.params, *case.args)))
 
 
 def loop_of(w, x):

@@ -5,15 +5,14 @@ import torch
 from bounds import check_derivatives, check_same, check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
-from jacobian_by_hand import case_of, every_kind, flat, leaves, moved, rows_of, same, same_but_for_scales
+from jacobian_by_hand import case_of, every_kind, flat, leaves, moved, rows_of, same
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
-from zoo import ASKS, BATCH, MODELS, Passed, bare, by_example, mlp, numbers, tasks, with_hook
+from zoo import BATCH, MODELS, Passed, mlp, numbers, tasks
 
 from functional_jd import weighted_fn
 from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.scale_state import scale_state
-from functional_jd.torch_compat.callers import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -240,47 +239,6 @@ def test_weights_alone_can_be_differentiated(kind):
     torch.testing.assert_close(slope, sum(r.reshape(len(r), -1).sum(1) for r in rows))
 
 
-@every_kind
-def test_vmap_over_replicas_weights_and_scales_is_a_loop_over_them(kind):
-    case = kind(mlp())
-    weights = weights_for(case.losses)
-    m = len(weights)
-
-    def f(params, weights, scale):
-        values, pullback = weighted_fn(case.losses, scale=scale)(params, *case.args)
-        return values, pullback(weights)
-
-    replicas = [
-        (_pytree.tree_map(lambda x, r=r: x * r, case.params), weights * r, torch.full((m,), 2.0**r)) for r in (1, -2, 3)
-    ]
-    stacked = _pytree.tree_map(lambda *x: torch.stack(x), *replicas)
-    expected = [torch.stack(x) for x in zip(*[leaves(f(*r)) for r in replicas], strict=True)]
-    same_but_for_scales(torch.vmap(f)(*stacked), expected)
-
-
-@pytest.fixture
-def _fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_fresh")
-@every_kind
-def test_compiles_in_one_graph(kind):
-    case = kind(bare())
-    weights = weights_for(case.losses)
-    scale = torch.tensor(8.0) if kind is by_example else torch.arange(1.0, 1.0 + len(weights))
-
-    def f(params, weights, scale, *args):
-        values, pullback = weighted_fn(case.losses, scale=scale)(params, *args)
-        direction, finite = pullback(weights, last=True)
-        return values, direction, finite.double()
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    same(compiled(case.params, weights, scale, *case.args), leaves(f(case.params, weights, scale, *case.args)))
-
-
 # Mistakes
 
 W = torch.ones(3)
@@ -300,16 +258,6 @@ def test_mistakes_are_named_with_their_cure(mistake):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         make()
-
-
-@pytest.mark.parametrize("ask", ASKS)
-def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask):
-    params, x = {"w": numbers(3, 4), "v": numbers(4, seed=1)}, numbers(BATCH, 3, seed=2)
-    losses = per_example(with_hook(ASKS[ask]))
-    with pytest.warns(SlowPathWarning, match="one example after the other"):
-        _, pullback = weighted_fn(losses)(params, x)
-    expected = [torch.einsum("m,m...->...", WEIGHTS, rows) for rows in rows_of(losses, params, x)]
-    same(pullback(WEIGHTS)[0], expected)
 
 
 def test_what_a_loss_learns_of_the_graph_is_what_a_loop_over_the_examples_says():

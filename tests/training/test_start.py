@@ -233,19 +233,6 @@ def test_under_vmap_nothing_is_checked():
     assert start(torch.ones(3, 2)).params["w"].shape == (3, 2)
 
 
-@pytest.mark.parametrize(
-    ("engine", "rule", "words"),
-    [
-        ("gramian", fj.mean, "needs no gradients"),
-        ("gramian", lambda: fj.trimmed_mean(0), "needs the rows themselves"),
-        ("weighted", fj.upgrad, "needs inner products of rows"),
-    ],
-)
-def test_an_engine_that_does_not_serve_the_rule_is_refused_at_the_start(engine, rule, words):
-    with pytest.raises(ValueError, match=rf"^train_state: engine='{engine}' serves rules .* {words}"):
-        begin(REACHED["dict"], engine=engine, aggregator=rule())
-
-
 VARIED = {"the parameters and the learning rate": (0, None, 0), "the batch": (None, 0, None)}
 
 

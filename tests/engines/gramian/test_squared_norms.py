@@ -1,7 +1,5 @@
 """Squared norms against rows multiplied out: every mixture of factors, every model, price, scale and transform."""
 
-from functools import partial
-
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
@@ -109,22 +107,6 @@ ways = pytest.mark.parametrize(
 
 @ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_vmap_over_replicas_equals_a_loop(kind, take, lean, monkeypatch):
-    priced(monkeypatch, lean)
-    case = small(kind)
-
-    def f(factor, params):
-        params = _pytree.tree_map(lambda x: x * factor, params)
-        products, _, pullback = take(case.losses, scale=torch.tensor(4.0))(params, *case.args)
-        return products, leaves(pullback(weights_for(case))[0])
-
-    together = torch.vmap(f, (0, None))(torch.tensor([1.0, 0.5], dtype=torch.float64), case.params)
-    for i, factor in enumerate((1.0, 0.5)):
-        check_stable(_pytree.tree_map(lambda x, i=i: x[i], together), partial(f, factor), case.params)
-
-
-@ways
-@pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_are_those_of_finite_differences(kind, take, lean, monkeypatch):
     priced(monkeypatch, lean)
     case = small(kind)
@@ -148,21 +130,6 @@ def test_derivatives_are_those_of_finite_differences(kind, take, lean, monkeypat
     functional = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
     forward = torch.func.jvp(number, tuple(flat), tuple(tangents))[1]
     check_stable((functional, forward), backward, *flat)
-
-
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize(("name", "take"), [("mlp", squared_norms_fn), ("tied", squared_norms_fn), ("mlp", gramian_fn)])
-def test_compiles_to_one_graph_with_a_scale(name, take, monkeypatch):
-    priced(monkeypatch, True)
-    case = small("by_example") if name == "mlp" else case_of("tied", "by_example")
-
-    def f(params, *args):
-        found, values, pullback = take(case.losses, scale=torch.tensor(4.0))(params, *args)
-        return found, values, pullback(weights_for(case))
-
-    torch.compiler.reset()
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    check_stable(compiled(case.params, *case.args), f, case.params, *case.args)
 
 
 def test_falls_back_under_the_name_that_was_called(monkeypatch):
