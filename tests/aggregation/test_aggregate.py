@@ -263,11 +263,6 @@ def test_weights_that_are_none_are_named(jacobian, weights):
         combine(jacobian, weights)
 
 
-def test_weights_for_entries_of_another_tree_are_named():
-    with pytest.raises(ValueError, match=r"found torch.float32 \[2, 2\]"):
-        combine({"w": torch.ones(2, 3)}, torch.ones(2, 2))
-
-
 @pytest.mark.parametrize("m", [2, 3])
 def test_an_update_that_forgets_the_memory_is_named(m):
     rule = fj.Aggregator(fj.views.gramian, lambda G: torch.zeros(()), lambda G, memory: torch.ones(len(G)))

@@ -15,11 +15,7 @@ import functional_jd as jd
 from functional_jd.aggregators import constrained
 
 BOUNDED = {
-    "disc": (
-        [lambda w: (w - torch.tensor([2.0, 1.0])).square().sum(), lambda w: w.square().sum()],
-        [inf, 1.0],
-        2,
-    ),
+    "disc": ([lambda w: (w - torch.tensor([2.0, 1.0])).square().sum(), lambda w: w.square().sum()], [inf, 1.0], 2),
     "two bounds, one of them slack": (
         [lambda w: (w - 3).square().sum(), lambda w: w.sum(), lambda w: w.square().sum()],
         [inf, 2.0, 100.0],

@@ -256,7 +256,7 @@ RULES = {
 }
 WITHOUT_ROWS = [need for need in RULES if need.startswith(("nothing", "losses"))]
 MODES_APART = {f"jacobian {mode}": fj.engines.jacobian_engine(mode) for mode in MODES if mode != "auto"} | {
-    "jacobian chunks": fj.engines.jacobian_engine(chunk_size=2),
+    "jacobian chunks": fj.engines.jacobian_engine(chunk_size=2)
 }
 ENGINES = MODES_APART | {
     "jacobian": fj.engines.jacobian_engine(),

@@ -47,16 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
     lean=st.booleans(),
 )
 @example(
-    dims=2,
-    kernel=2,
-    stride=1,
-    padding="same",
-    dilation=1,
-    groups=1,
-    transposed=False,
-    extra=0,
-    kind="plain",
-    lean=True,
+    dims=2, kernel=2, stride=1, padding="same", dilation=1, groups=1, transposed=False, extra=0, kind="plain", lean=True
 )
 # Which makes a copy, and says so; more on the right than on the left is what is to be shown.
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")

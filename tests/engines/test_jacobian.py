@@ -253,10 +253,7 @@ def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
 def test_no_derivative_is_taken_in_inference_mode(f, make):
     """Torch 2.11 returns zeros there."""
     case = make(mlp())
-    with (
-        torch.inference_mode(),
-        pytest.raises(ValueError, match=r"_fn: expected .* outside of torch.inference_mode"),
-    ):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"_fn: expected .* outside of torch.inference_mode"):
         f(case.losses)(case.params, *case.args)
 
 

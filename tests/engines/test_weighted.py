@@ -56,10 +56,7 @@ def test_under_transforms_it_is_the_same_for_every_model_that_torch_can_transfor
             check_same([x[0] for x in leaves(found)], weighted_rows(case, weights), torch.float32)
 
 
-@given(
-    st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=5),
-    st.data(),
-)
+@given(st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=5), st.data())
 def test_the_answer_is_exact_in_small_integers_whatever_the_powers_of_two(rows, data):
     matrix = torch.tensor(rows)
     m = len(matrix)
@@ -76,9 +73,7 @@ def test_the_answer_is_exact_in_small_integers_whatever_the_powers_of_two(rows, 
         assert finite.all()
 
 
-@given(
-    st.lists(st.tuples(st.integers(-30, 30), st.sampled_from([0.0, 1.0, -3.0, 1e-3, 1e3])), min_size=1, max_size=5),
-)
+@given(st.lists(st.tuples(st.integers(-30, 30), st.sampled_from([0.0, 1.0, -3.0, 1e-3, 1e3])), min_size=1, max_size=5))
 def test_no_cotangent_exceeds_its_scale_and_one_comes_within_a_factor_of_two(pairs):
     found = []
     scale = torch.tensor([2.0**k for k, _ in pairs])

@@ -35,17 +35,10 @@ def test_per_example_falls_back_to_the_loop_where_vmap_cannot():
     def branching(w, x):
         return w if x.item() > 0 else -w
 
-    values = per_example(branching)(torch.tensor(2.0), torch.tensor([1.0, -1.0, 3.0]))
-    assert values.tolist() == [2, -2, 2]
-
-
-def test_the_loop_keeps_the_dtype_under_autocast():
-    def branching(w, x):
-        return w if x.item() > 0 else -w
-
-    with torch.autocast("cpu", torch.bfloat16):
-        values = per_example(branching)(torch.tensor(2.0).half(), torch.tensor([1.0, -1.0]))
-    assert values.dtype == torch.float16
+    for outer in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            values = per_example(branching)(torch.tensor(2.0).half(), torch.tensor([1.0, -1.0, 3.0]))
+        assert (values.tolist(), values.dtype) == ([2, -2, 2], torch.float16)
 
 
 def test_random_layers_draw_anew_for_every_example():
@@ -95,11 +88,7 @@ MISTAKES = {
     "loss": (lambda: per_example(W), TypeError, "per_example: loss must be a function, found Tensor.*itself"),
     "features": (lambda: multitask(None, max), TypeError, "multitask: features must be a function, found NoneType"),
     "heads": (lambda: multitask(max, {}), TypeError, "multitask: heads must be a function, found dict"),
-    "dims": (
-        lambda: per_example(loss, (0, 0, 0))(W, X, W),
-        ValueError,
-        "names 3 arguments, found 2.*Give one",
-    ),
+    "dims": (lambda: per_example(loss, (0, 0, 0))(W, X, W), ValueError, "names 3 arguments, found 2.*Give one"),
     "nothing": (lambda: per_example(loss)(W), ValueError, r"at least one argument.*found none.*\(params, \*batch\)"),
     "all shared": (lambda: per_example(loss, None)(W, X, W), ValueError, "at least one argument.*found none"),
     "counts": (lambda: per_example(loss)(W, X, W), ValueError, r"same number of examples.*found \[2, 3\].*None"),

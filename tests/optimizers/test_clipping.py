@@ -76,8 +76,7 @@ def test_clipping_by_norm_is_homogeneous(values, bound, exponent):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"),
-    [(torch.float32, 3e38), (torch.float32, 1e-38), (torch.float64, 1e308), (torch.float64, 1e-300)],
+    ("dtype", "size"), [(torch.float32, 3e38), (torch.float32, 1e-38), (torch.float64, 1e308), (torch.float64, 1e-300)]
 )
 def test_neither_huge_nor_tiny_entries_leave_the_range(dtype, size):
     direction = tree([-size, -size, -size, -size, 0.0], dtype)

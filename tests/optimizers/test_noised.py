@@ -162,11 +162,7 @@ PROTECTS_NOBODY = {
     "another tensor": (BY_EXAMPLE, fj.clipped(torch.tensor(1.0)), "the rule must bound rows by 0.1, .* found 1"),
     "automatic": (BY_EXAMPLE, fj.auto_clipped(), "the rule must bound rows by 0.1, .* found 1"),
     "a group": (BY_EXAMPLE, fj.grouped({"a": fj.clipped(0.1), "b": fj.mean()}), "the rule must bound every row"),
-    "groups": (
-        BY_EXAMPLE,
-        fj.grouped({k: fj.clipped(0.1) for k in "ab"}),
-        "the rule .* by 0.1,.* found 0.141421",
-    ),
+    "groups": (BY_EXAMPLE, fj.grouped({k: fj.clipped(0.1) for k in "ab"}), "the rule .* by 0.1,.* found 0.141421"),
     "changed": (BY_EXAMPLE, fj.cr_mogm(fj.clipped(0.1)), "the rule must bound every row"),
 }
 OTHER_SET = fj.per_example({name: lambda p, x: (x @ p["a"]["w"] - p["b"]["w"].sum()).square() for name in "xy"})

@@ -88,10 +88,7 @@ def test_dropout_keeps_the_mean_and_alpha_dropout_mean_and_variance():
 def test_half_numbers_are_computed_in_float32_and_rounded_once(dtype):
     z = torch.tensor(1.2345678)
     wide, half = torch.empty(1), torch.empty(1, dtype=dtype)
-    for func, parameters in (
-        (Tensor.normal_, (3.0, 0.3)),
-        (Tensor.uniform_, (-1.0, 0.1)),
-    ):
+    for func, parameters in ((Tensor.normal_, (3.0, 0.3)), (Tensor.uniform_, (-1.0, 0.1))):
         u = z - 1 if func is Tensor.uniform_ else z
         expected = call(func, [u], wide.clone(), *parameters).to(dtype)
         assert torch.equal(call(func, [u], half.clone(), *parameters), expected)

@@ -52,11 +52,7 @@ DRAWS = {
     "bernoulli": lambda: torch.bernoulli(x / 48) + (x / 48).bernoulli() + torch.bernoulli(x, 0.5),
     "multinomial": lambda: torch.multinomial(x, 3),
     "with replacement": lambda: torch.multinomial(x, 30, replacement=True),
-    "in place": lambda: [
-        torch.empty(5).uniform_(-1, 2),
-        torch.empty_like(x).normal_(),
-        torch.empty(5).bernoulli_(0.3),
-    ],
+    "in place": lambda: [torch.empty(5).uniform_(-1, 2), torch.empty_like(x).normal_(), torch.empty(5).bernoulli_(0.3)],
     "distributions": lambda: [
         torch.distributions.Normal(0.0, 1.0).sample((3,)),
         torch.distributions.Laplace(torch.zeros(2), torch.ones(2)).sample(),

@@ -275,20 +275,17 @@ def test_a_kind_of_ones_own_for_examples_may_have_buffers_and_no_batch(name):
 @pytest.mark.parametrize("engine", ["jacobian", "gramian"])
 @pytest.mark.parametrize("kind", ["plain", "multitask", "per_example"])
 def test_aux_comes_back_from_every_kind_and_engine(kind, engine):
+    params = {"w": torch.ones(3, 2).double()}
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    trunk, h = lambda p, x: x @ p["w"], x @ params["w"]
     values = lambda z: {"a": z.square().sum(), "b": (z - 1).square().sum()}
+    losses = {
+        "plain": lambda p, x: (values(trunk(p, x)), {"h": trunk(p, x), "n": 1}),
+        "multitask": fj.multitask(trunk, lambda p, h, x: (values(h * p["v"]), {"h": h, "n": 1})),
+        "per_example": fj.per_example(lambda p, x: (trunk(p, x).square().sum(), {"h": trunk(p, x)})),
+    }[kind]
     if kind == "multitask":
-        params = {"shared": {"w": torch.ones(3, 2).double()}, "heads": {"v": torch.ones(2).double()}}
-        losses = fj.multitask(lambda p, x: x @ p["w"], lambda p, h, x: (values(h * p["v"]), {"h": h, "n": 1}))
-        h = x @ params["shared"]["w"]
-    elif kind == "plain":
-        params = {"w": torch.ones(3, 2).double()}
-        losses = lambda p, x: (values(x @ p["w"]), {"h": x @ p["w"], "n": 1})
-        h = x @ params["w"]
-    else:
-        params = {"w": torch.ones(3, 2).double()}
-        losses = fj.per_example(lambda p, x: ((x @ p["w"]).square().sum(), {"h": x @ p["w"]}))
-        h = x @ params["w"]
+        params = {"shared": params, "heads": {"v": torch.ones(2).double()}}
     method = how(losses, has_aux=True)
     state = fj.train_state(params, x, **method)
     _, info = fj.step(state, x, engine=engine, **method)

@@ -51,8 +51,7 @@ COMMON = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.adamw(0.1
 EXAMPLES = jd.per_example(lambda p, x: losses(p, x[None]).sum())
 RESIDUALS = jd.per_example(lambda p, x: x @ p["w"].sum(1) + p["b"].sum() - 1)
 TASKS = jd.multitask(
-    lambda shared, x: (x @ shared["w"]).relu(),
-    lambda own, h, x: {k: (h * own[k]).sum(1).square().mean() for k in "ab"},
+    lambda shared, x: (x @ shared["w"]).relu(), lambda own, h, x: {k: (h * own[k]).sum(1).square().mean() for k in "ab"}
 )
 METHODS = {
     "rows": {"engine": "jacobian"},

@@ -189,12 +189,7 @@ def test_derivatives_are_blamed_where_they_are_to_blame():
 def test_a_direction_that_alone_is_not_finite_skips_the_step_and_moves_no_scale(shape):
     """Each row is below the largest float32, and their sum is not."""
     losses = lambda p: {"a": 3e38 * p.sum(), "b": 2e38 * p.sum()}
-    how = {
-        "losses": losses,
-        "aggregator": jd.constant(torch.ones(2)),
-        "optimizer": jd.sgd(0.01),
-        "engine": "jacobian",
-    }
+    how = {"losses": losses, "aggregator": jd.constant(torch.ones(2)), "optimizer": jd.sgd(0.01), "engine": "jacobian"}
     scale = {} if shape is None else {"scale": jd.scale_state(2.0**-10, shape=shape)}
     state = jd.train_state(torch.zeros(1), **how, **scale)
     after, info = jd.step(state, **how)

@@ -147,8 +147,7 @@ def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    ("engine", "rule"),
-    [("auto", fj.upgrad), ("weighted", fj.mean), ("weighted", partial(scalarized, torch.prod))],
+    ("engine", "rule"), [("auto", fj.upgrad), ("weighted", fj.mean), ("weighted", partial(scalarized, torch.prod))]
 )
 def test_nothing_waits_for_the_device(engine, rule):
     params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))

@@ -3,13 +3,7 @@
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
-from gramian_by_hand import (
-    F,
-    Largest,
-    expectation,
-    single,
-    weights_for,
-)
+from gramian_by_hand import F, Largest, expectation, single, weights_for
 from jacobian_by_hand import KINDS, case_of, leaves
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
