@@ -77,9 +77,9 @@ CONTENTS = {
             "recipes",
             "trainers",
             "compile",
+            "devices",
             "fronts",
             "physics",
-            "devices",
             "diagnose",
             "own_rule",
         )
