@@ -14,7 +14,7 @@ from functional_jd.aggregation.views import as_view, gramian, indices_of, loss_c
 from functional_jd.core.arguments import Number, check_mapping, number, refuse
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_map
-from functional_jd.core.types import AffineWeights, Gramian, Losses, Tree, Weights
+from functional_jd.core.types import AffineWeights, Losses, Tree, Weights
 
 
 def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
@@ -106,15 +106,16 @@ def of_reached(rule: Aggregator) -> Aggregator:
     def init(received: Any) -> Tree:
         return {next(iter(received)): ()} if isinstance(received, dict) else ()
 
-    def update(received: tuple[Losses, Gramian], state: Tree) -> tuple[Weights, Tree]:
-        seen = Observation(*received)
+    def update(received: Any, state: Tree) -> tuple[Weights, Tree]:
+        losses, G = received[next(iter(received))] if isinstance(received, dict) else received
+        seen = Observation(losses, G)
         weights, _ = rule.update(inner.receive(seen), ())
         if not isinstance(state, dict):
             return weights, state
         places: tuple[int, ...] = next(iter(state))
         part, others = of_some(rule, lambda _: (places, {})), set(range(len(weights))) - set(places)
         alone, _ = part.update(as_view(part.view).receive(seen), ())
-        reached = torch.stack([received[1][i, i] != 0 for i in others]).any()
+        reached = torch.stack([G[i, i] != 0 for i in others]).any()
         return tree_map(lambda w, own: torch.where(reached, w, own), weights, alone), state
 
     view = inner._like(receive)  # pyright: ignore[reportPrivateUsage]

@@ -335,6 +335,14 @@ def test_losses_that_do_not_reach_a_group_have_no_row_there(rule, engine):
     assert info.weights["some"][0] == 0
 
 
+def test_a_rule_around_groups_starts_from_the_rows_that_exist():
+    params = {"all": torch.ones(2), "some": torch.ones(2)}
+    rule = jd.grouped({"all": jd.total(), "some": jd.mgda()})
+    how = {"losses": in_part, "optimizer": jd.sgd(0.01), "aggregator": jd.cr_mogm(rule)}
+    state, _ = jd.step(jd.train_state(params, **how), **how)
+    check_moved(params, state, slope_of(params, in_part, jd.mgda(), [1, 2]))
+
+
 def test_a_loss_that_reaches_a_group_later_counts_from_then_on():
     params, reached = {"all": torch.ones(2), "some": torch.ones(2)}, []
     losses = lambda p: in_part(p) + torch.stack([(p["some"] * 2).sum()] + [p["all"].new_zeros(())] * 2) * len(reached)
