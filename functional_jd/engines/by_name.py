@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combined
 from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Products
-from functional_jd.core.arguments import check_integer, check_option, here
+from functional_jd.core.arguments import check_integer, check_option, refuse
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Jacobian, Losses
 from functional_jd.engines.kinds.kind import FoundJacobian, gramian_from_rows
@@ -119,10 +119,8 @@ def features_engine() -> Engine:
 
     def check(plan: Plan) -> None:
         if plan.kind.features is None:
-            raise ValueError(
-                f"{here()}: features_engine() serves losses with features, found {type(plan.losses).__name__}. "
-                "Make them with multitask(features, heads), or use engine='auto'."
-            )
+            expected = "made by multitask(features, heads), for features_engine()"
+            refuse("losses", expected, plan.losses, "Or use engine='auto'.", ValueError)
         serves = plan.view.products == "gramian" and plan.view.groups is None
         require(plan, "features", serves=serves, rules="the Gramian of all parameters")
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function
+from functional_jd.core.arguments import check_flag, check_function, refuse
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
 from functional_jd.core.types import Direction, LossFunction, Params
 from functional_jd.engines.by_name import rows_at_once
@@ -304,9 +304,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
     check_function("losses", losses, "Pass losses(params, ...).")
     factor = None if scale is None else multiplier(scale)
     if factor is not None and factor.ndim:
-        raise ValueError(
-            f"cross_gramian_fn: the scale must be of shape [], found {list(factor.shape)}. Pass one for both batches."
-        )
+        refuse("scale", "of shape []", factor, "Pass one for both batches.", ValueError)
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
         plan = Plan(False, factor, is_differentiable((params, batch_a, batch_b, factor)), products="factors")
@@ -322,10 +320,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
 def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], plan: Plan) -> tuple[list[Any], int]:
     """The parts of the rows on a batch, and the number of rows."""
     if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            "cross_gramian_fn: each batch must be a tuple of the arguments after the parameters, found "
-            f"{type(batch).__name__}. Write (x,) for a single tensor."
-        )
+        refuse("each batch", "a tuple of the arguments after the parameters", batch, "Write (x,) for a single tensor.")
     if any_sharded(tree_leaves(params)):
         raise ValueError("cross_gramian_fn: expected no sharded parameters. Use jacobian_fn and cross_gramian.")
     parts, values, *_ = kind_of(losses).gramian(losses, (params, *batch), plan)

@@ -6,12 +6,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function, described, dtype_or_type, here, refuse
+from functional_jd.core.arguments import check_flag, check_function, dtype_or_type, here, refuse
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
-from functional_jd.objectives.calls import run_traced
+from functional_jd.objectives.functional import run_traced
 from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -46,10 +46,7 @@ def evaluate_losses(
         args = (*args[:1], *map(own_containers, args[1:]))
     result = called(losses, args, plan, recorder)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
-        raise TypeError(
-            f"{here()}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "
-            "Return (losses, aux), or leave has_aux out."
-        )
+        refuse("the result of losses", "a pair (losses, aux), as has_aux=True", result, "Or leave has_aux out.")
     values, aux = result if has_aux else (result, ())
     leaves = tree_leaves(values)
     for part in values.values() if type(values) is dict else values if type(values) is list else (values,):
@@ -140,10 +137,8 @@ def check_losses(losses: Any, argnums: Any, has_aux: Any) -> None:
 def check_weights(weights: Any, m: int) -> None:
     """Refuse what is not one number per objective."""
     if not isinstance(weights, Tensor) or weights.shape != (m,) or weights.is_complex():
-        raise ValueError(
-            f"{here()}: weights must be one tensor [{m}], one per objective, found {described(weights)}. "
-            "Rules that weigh entry by entry need the Jacobian."
-        )
+        cure = "Rules that weigh entry by entry need the Jacobian."
+        refuse("weights", f"one tensor [{m}], one per objective", weights, cure, ValueError)
 
 
 def select_arguments(

@@ -287,19 +287,14 @@ def known_group(group: Group) -> tuple[str, int, int]:
         )
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"distributed: expected a process group that this process is in, found {group!r}. "
-            "Call this function on members of the group only."
-        )
+        refuse("group", "a process group that this process is in", group, "Call this on its members only.", ValueError)
     return group.group_name, group.size(), group.rank()
 
 
 def collective(kind: str, value: Tensor, group: Group) -> Tensor:
     if is_sharded(value):
-        raise ValueError(
-            "distributed: expected tensors that are whole on every replica, found a DTensor. For sharded parameters "
-            "use sharded(losses, mesh), without replicated()."
-        )
+        cure = "For sharded parameters use sharded(losses, mesh), without replicated()."
+        refuse("tensors", "whole on every replica", value, cure, ValueError)
     with autocast_disabled():
         return collective_of(kind, value, *known_group(group)[:2])
 

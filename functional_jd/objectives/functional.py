@@ -2,28 +2,68 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from threading import get_ident
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torch.torch_version import TorchVersion
 
 from functional_jd.core.foreach import clone_each
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
-from functional_jd.objectives.calls import LOOKING, READS_MODULES, TRACED, Call
 from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
 from functional_jd.torch_compat.module_parts import ModuleParts
 from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
-from functional_jd.torch_compat.torch_internals import change_count, innermost, torch_function_disabled
+from functional_jd.torch_compat.torch_internals import change_count, innermost, is_wrapped, torch_function_disabled
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
+
+
+class Call(NamedTuple):
+    """A call of a module: the parameters and buffers that it was given, by name, and the buffers that it returned."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    returned: dict[str, Tensor]
+
+    def moved(self) -> dict[str, Tensor]:
+        """The buffers that were returned with other values, as far as no transform hides them."""
+        found: dict[str, Tensor] = {}
+        for name, x in self.returned.items():
+            old = self.buffers[name]
+            if not (is_wrapped(x) or is_wrapped(old) or (x.shape == old.shape and _same(x, old))):
+                found[name] = x
+        return found
+
+
+LOOKING: ContextVar[list[Call] | None] = ContextVar("LOOKING", default=None)
+"""Where calls are noted; None if they are not."""
+
+
+@contextmanager
+def noting_calls() -> Generator[list[Call]]:
+    """A context in which this thread notes the calls of modules as pure functions."""
+    calls: list[Call] = []
+    token = LOOKING.set(calls)
+    try:
+        yield calls
+    finally:
+        LOOKING.reset(token)
+
+
+TRACED: list[list[tuple[nn.Module, dict[str, Any]]]] = []
+"""The parts of modules that losses called, with their attributes before, while torch.compile traces them."""
+
+READS_MODULES = TorchVersion(torch.__version__) >= "2.13"
+"""Whether torch.compile traces a look at the attributes of a module."""
 
 
 def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
@@ -236,3 +276,25 @@ def _named(what: str, given: Any, names: list[str], method: str) -> State:
             f"{unknown[:5]} unknown. If some parameters are constants, pass merge(trained, constant)."
         )
     return {name: given[name] for name in names}
+
+
+def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
+    """What losses return while torch.compile traces them. A transform does not let values out: attributes of modules
+    that hold some have afterwards what they had before.
+    """
+    parts: list[tuple[nn.Module, dict[str, Any]]] = []
+    TRACED.append(parts)
+    result = losses(*args)
+    TRACED.pop()
+    while parts:
+        part, before = parts.pop()
+        for name, x in list(part.__dict__.items()):
+            if name not in before:
+                delattr(part, name)
+            elif isinstance(x, Tensor | list | dict) and x is not before[name]:
+                setattr(part, name, before[name])
+    return result
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x, y) or (x.is_floating_point() and torch.equal(x.nan_to_num(), y.nan_to_num()))

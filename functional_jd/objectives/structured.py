@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_function, check_mapping, described, here, refuse
+from functional_jd.core.arguments import check_function, check_mapping, described, refuse
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
@@ -120,10 +120,8 @@ class Multitask(Declared):
     def split(self, params: Params) -> tuple[Tree, Tree]:
         if not isinstance(params, dict) or params.keys() != {"shared", "heads"}:
             found = sorted(params) if isinstance(params, dict) else type(params).__name__
-            raise ValueError(
-                f"multitask: params must be a dict with the keys 'shared' and 'heads', found {found}. "
-                "Put the trunk's parameters under 'shared' and those of all tasks under 'heads'."
-            )
+            cure = "Put the trunk's parameters under 'shared' and those of all tasks under 'heads'."
+            raise ValueError(f"multitask: params must have the keys 'shared' and 'heads', found {found}. {cure}")
         return params["shared"], params["heads"]
 
 
@@ -155,9 +153,9 @@ class ExampleSets(Declared):
         names = sorted(self.parts)
         for argument in batch:
             if not isinstance(argument, Mapping):
+                found = described(argument)
                 raise TypeError(
-                    f"per_example: arguments must be a dict by names, found {described(argument)}. With losses by "
-                    "name, each is a dict by the same names."
+                    f"per_example: arguments must be a dict by names, found {found}. Use those of the losses."
                 )
         given = {name for argument in batch for name in argument}
         if given != set(names):
@@ -262,10 +260,7 @@ def stacked(trees: Sequence[Tree]) -> Tree:
     """Stack pytrees of the same structure, one per row, leaf by leaf."""
     for leaf in tree_leaves(trees[0]):
         if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"{here()}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
-                "out, or return torch.as_tensor(...) of numbers."
-            )
+            refuse("losses and aux of per_example", "tensors", leaf, "For numbers return torch.as_tensor(...).")
     with autocast_disabled():  # under native autocast, torch.stack refuses some dtypes
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 

@@ -20,7 +20,7 @@ from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import gradients_one_by_one
 from functional_jd.engines.vjp import vjp
 from functional_jd.objectives.buffers import is_key
-from functional_jd.objectives.calls import noting_calls
+from functional_jd.objectives.functional import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled

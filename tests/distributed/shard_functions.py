@@ -164,7 +164,7 @@ def check_partial_leaves_and_other_meshes_are_refused_in_one_sentence():
         fj.step(state, *mine(batch), **searching)
     with pytest.raises(ValueError, match="jacobian_fn: sharded parameters need mode"):
         fj.jacobian_fn(losses, mode="vmap")(own, *mine(batch))
-    with pytest.raises(ValueError, match="distributed: expected tensors that are whole on every replica"):
+    with pytest.raises(ValueError, match="tensors must be whole on every replica"):
         fj.train_state(own, *mine(batch), losses=losses, engine=distributed.replicated(), **how)
     with pytest.raises(TypeError, match="sharded: mesh must be a DeviceMesh, found str"):
         distributed.sharded(losses, "cpu")

@@ -103,9 +103,9 @@ def test_a_derivative_inside_the_losses_says_what_it_costs():
 def test_mistakes_are_named():
     with pytest.raises(TypeError, match="cross_gramian_fn: losses must be a function, found int"):
         cross_gramian_fn(3)
-    with pytest.raises(TypeError, match=r"cross_gramian_fn: each batch must be a tuple .*found Tensor. Write \(x,\)"):
+    with pytest.raises(TypeError, match=r"cross_gramian_fn: each batch must be a tuple .*found torch.float64"):
         cross_gramian_fn(lambda p, x: p * x)(numbers(2), numbers(2), numbers(2))
-    with pytest.raises(ValueError, match=r"cross_gramian_fn: the scale must be of shape \[\], found \[2\]"):
+    with pytest.raises(ValueError, match=r"cross_gramian_fn: scale must be of shape \[\], found .* \[2\]"):
         cross_gramian_fn(lambda p: p, scale=torch.ones(2))
 
 

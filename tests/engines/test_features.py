@@ -137,7 +137,7 @@ def test_transforms():
 def test_what_has_no_features_is_refused():
     params, x = {"w": torch.ones(3)}, torch.ones(3)
     how = {"losses": lambda p, x: p["w"] * x, "optimizer": fj.sgd(0.1), "engine": ENGINE}
-    with pytest.raises(ValueError, match=r"^train_state: features_engine\(\) serves losses with features.*multitask"):
+    with pytest.raises(ValueError, match=r"^train_state: losses must be made by multitask"):
         fj.train_state(params, x, aggregator=fj.upgrad(), **how)
     params, features, top, batch = several_features()
     how["losses"] = fj.multitask(features, top)

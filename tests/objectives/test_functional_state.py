@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
-from functional_jd.objectives.calls import READS_MODULES
+from functional_jd.objectives.functional import READS_MODULES
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ def products_of_leaves(
     rows: dict[int, Tensor] = {}  # of leaves without factors
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         if own and Factors not in map(type, own):
-            total: Any = reduce(torch.add, own)
+            total = reduce(torch.add, cast(list[Tensor], own))
             rows[index] = total.to(torch.promote_types(total.dtype, leaf.dtype))
         else:
             blocks[index] = block_of(own, leaf, m, norms_only=norms_only)
@@ -282,11 +282,11 @@ def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
     """Whether inner products of rows take less time from factors than from rows."""
     positions = f.right.shape[1]
     n = positions * m
-    pairs = (_halved(n),) * 2
+    left = right = _halved(n)
     if len(f.left) != len(f.right):
         shared, own = positions * positions, n * (positions + m)
-        pairs = (shared, own) if len(f.left) < m else (own, shared)
-    return _pairs_are_cheaper(f, leaf, pairs, n, _halved(m) + m * _MOVED)
+        left, right = (shared, own) if len(f.left) < m else (own, shared)
+    return _pairs_are_cheaper(f, leaf, left, right, n, _halved(m) + m * _MOVED)
 
 
 def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int) -> bool:
@@ -296,17 +296,18 @@ def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int)
     # A side that all rows share is multiplied once.
     left, right = (pairs * max(len(f[side]) for f in factors) for side in (0, 1))
     summed = m * sum(1 if lookup else f.right.shape[1] for f, lookup in zip(factors, looked_up, strict=True))
-    return _pairs_are_cheaper(factors[looked_up.index(min(looked_up))], leaf, (left, right), summed, 3 * m * _MOVED)
+    return _pairs_are_cheaper(factors[looked_up.index(min(looked_up))], leaf, left, right, summed, 3 * m * _MOVED)
 
 
 def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> bool:
     """Whether inner products of the rows of two batches take less time from factors than from rows."""
     (m, positions), (k, others) = f.right.shape[:2], other.right.shape[:2]
     n, n_others = m * positions, k * others
-    return _pairs_are_cheaper(f, leaf, (n * n_others,) * 2, n + n_others, m * k + (m + k) * _MOVED)
+    pairs = n * n_others
+    return _pairs_are_cheaper(f, leaf, pairs, pairs, n + n_others, m * k + (m + k) * _MOVED)
 
 
-def _pairs_are_cheaper(f: Factors, leaf: Tensor, pairs: tuple[int, int], summed: int, products: int) -> bool:
+def _pairs_are_cheaper(f: Factors, leaf: Tensor, left: int, right: int, summed: int, products: int) -> bool:
     """Whether inner products of so many pairs of positions, on the left and on the right, take less time than rows.
 
     To form rows takes one outer product for each of the `summed` positions, and then multiplications by element.
@@ -314,7 +315,7 @@ def _pairs_are_cheaper(f: Factors, leaf: Tensor, pairs: tuple[int, int], summed:
     groups, i = f.right.shape[2:]
     lookup = f.left.ndim == 2
     o = 1 if lookup else f.left.shape[-1]
-    apart = groups * (pairs[0] * (o + _MOVED) + pairs[1] * (i + _MOVED))
+    apart = groups * (left * (o + _MOVED) + right * (i + _MOVED))
     return apart < summed * (i if lookup else leaf.numel()) // 2 + products * leaf.numel()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.sharding import agreed, over_mesh
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
@@ -46,10 +47,8 @@ def _jacobian(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundJaco
     """The rows of the shards."""
     chosen, _ = select_arguments(plan.argnums, args)
     if plan.argnums != 0 and inner is not PLAIN:
-        raise ValueError(
-            f"{here()}: expected argnums=0, for sharded parameters of losses with a structure, found "
-            f"{plan.argnums}. Pass a plain function."
-        )
+        expected = "0, for sharded parameters of losses with a structure"
+        refuse("argnums", expected, plan.argnums, "Pass a plain function.", ValueError)
     asked = plan.mode
     opened, args, plan, gathers = _opened(inner, losses, args, plan)
     if losses.mesh is None and asked == "auto":
@@ -91,7 +90,7 @@ def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, 
             "torch.compile around it. Call it outside."
         )
     if losses.mesh is None and plan.mode == "vmap":
-        raise ValueError(f"{here()}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
+        refuse("mode", "'auto' or 'loop', for sharded parameters", plan.mode, "Use 'auto'.", ValueError)
     argnums = plan.argnums
     at = [position % len(args) for position in ([argnums] if isinstance(argnums, int) else argnums)]
     for position in at:
