@@ -143,24 +143,15 @@ def _of_matrices(layer: Layer) -> Layer:
 
 
 _MATMUL = _product("input weight", transposed=True)
-_MM = _of_matrices(_MATMUL)
-_ADDMM = _of_matrices(_product("bias input weight", transposed=True))
+_ADDMM = _product("bias input weight", transposed=True)
 _EMBEDDING = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 
 LAYERS: dict[Any, Layer] = {
     F.linear: _product("input weight bias"),
-    torch.matmul: _MATMUL,
-    Tensor.matmul: _MATMUL,
-    Tensor.__matmul__: _MATMUL,
-    torch.mm: _MM,
-    Tensor.mm: _MM,
-    torch.addmm: _ADDMM,
-    Tensor.addmm: _ADDMM,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _MATMUL),
+    **dict.fromkeys((torch.mm, Tensor.mm), _of_matrices(_MATMUL)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _of_matrices(_ADDMM)),
     F.embedding: Layer(tuple(_EMBEDDING.split()), {"weight": _lookup}, _is_plain_lookup, dims=0),
-    F.conv1d: _conv(1),
-    F.conv2d: _conv(2),
-    F.conv3d: _conv(3),
-    F.conv_transpose1d: _conv(1, transposed=True),
-    F.conv_transpose2d: _conv(2, transposed=True),
-    F.conv_transpose3d: _conv(3, transposed=True),
+    **{getattr(F, f"conv{dims}d"): _conv(dims) for dims in (1, 2, 3)},
+    **{getattr(F, f"conv_transpose{dims}d"): _conv(dims, transposed=True) for dims in (1, 2, 3)},
 }

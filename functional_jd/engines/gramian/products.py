@@ -99,12 +99,6 @@ def _joined(sides: list[Tensor]) -> Tensor:
     return torch.cat([side.expand(m, *side.shape[1:]) for side in sides], dim=1)
 
 
-def combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
-    """The weighted sum of rows whose dtype may differ from that of the leaf."""
-    rows = rows.to(torch.promote_types(rows.dtype, leaf.dtype))
-    return weighted_sum(rows, weights, weights.dtype).to(leaf.dtype)
-
-
 def column_groups(f: Factors, m: int) -> Iterator[Factors]:
     """Factors of groups of columns that fit the cache: fresh memory in large blocks costs more than the products."""
     left, right = _in_float32(f)
@@ -168,7 +162,8 @@ def block_of(
         return reduce(torch.add, groups), weighted
     rows = rows_of_parts(parts, leaf, m)
     looked_up = f and f.left.ndim == 2
-    return of_rows(as_matrix(rows)), weighted if looked_up else lambda weights: combined(rows, weights, leaf)
+    summed = lambda weights: weighted_sum(rows, weights, weights.dtype).to(leaf.dtype)
+    return of_rows(as_matrix(rows)), weighted if looked_up else summed
 
 
 def _inner_products(f: Factors, m: int) -> Tensor:
