@@ -49,11 +49,6 @@ def _added(_x: Tensor, gradient: Tensor, _given: Given) -> Tensor:
     return gradient.sum(positions, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
-def _pixels(x: Tensor, groups: int = 1) -> Tensor:
-    """`[m, n, channels, *s]` as `[m, positions, groups, channels per group]`."""
-    return _channels_first(x.transpose(1, 2).flatten(2), groups)
-
-
 def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, given: Given) -> Tensor:
     """The kernel's patch at each position: `[m, n, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
     dims = len(kernel)
@@ -98,8 +93,8 @@ def _conv(dims: int, *, transposed: bool = False) -> Layer:
 
     def weight(x: Tensor, gradient: Tensor, given: Given) -> Factors:
         small, large = (x, gradient) if transposed else (gradient, x)
-        right = _patches(large, given["shape"][2:], small.shape[3:], given)
-        return Factors(_pixels(small, given.get("groups", 1)), right)
+        left = _channels_first(small.transpose(1, 2).flatten(2), given.get("groups", 1))
+        return Factors(left, _patches(large, given["shape"][2:], small.shape[3:], given))
 
     def fits(given: Given) -> bool:
         return _is_real(given) and given["input"].ndim in (dims + 1, dims + 2)

@@ -11,7 +11,7 @@ from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.sharding import agreed, over_mesh
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
-from functional_jd.core.types import Direction, Tree
+from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import select_arguments
 from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.plain import PLAIN
@@ -116,10 +116,7 @@ def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> Carr
     def pooled(leaf: Tensor) -> Tensor:
         return over_mesh("mean" if leaf.is_floating_point() else "first", leaf, losses.mesh)
 
-    def next_buffers(found: Tree) -> Tree:
-        buffers = own.next_buffers(found)
-        return tree_map(pooled, buffers) if tree_leaves(buffers) else buffers
-
+    next_buffers = lambda found: tree_map(pooled, own.next_buffers(found))
     return CarryingLosses(Sharded(own.losses, losses.mesh, losses.reshard), own.args, next_buffers)
 
 
