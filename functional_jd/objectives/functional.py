@@ -279,8 +279,8 @@ def _named(what: str, given: Any, names: list[str], method: str) -> State:
 
 
 def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
-    """What losses return while torch.compile traces them. A transform does not let values out: attributes of modules
-    that hold some have afterwards what they had before.
+    """The result of losses while torch.compile traces them. A transform does not let values out: attributes of modules
+    that hold some have their old values afterwards.
     """
     parts: list[tuple[nn.Module, dict[str, Any]]] = []
     TRACED.append(parts)
