@@ -121,7 +121,7 @@ class Multitask(Declared):
         if not isinstance(params, dict) or params.keys() != {"shared", "heads"}:
             found = sorted(params) if isinstance(params, dict) else type(params).__name__
             cure = "Put the trunk's parameters under 'shared' and those of all tasks under 'heads'."
-            raise ValueError(f"multitask: params must be a dict with the keys shared and heads, found {found}. {cure}")
+            raise ValueError(f"multitask: params must be a dict with keys 'shared' and 'heads', found {found}. {cure}")
         return params["shared"], params["heads"]
 
 
