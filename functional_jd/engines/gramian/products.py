@@ -119,7 +119,7 @@ def products_of_leaves(
     rows: dict[int, Tensor] = {}  # of leaves without factors
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         if own and Factors not in map(type, own):
-            total = reduce(torch.add, cast(list[Tensor], own))
+            total = reduce(torch.add, cast("list[Tensor]", own))
             rows[index] = total.to(torch.promote_types(total.dtype, leaf.dtype))
         else:
             blocks[index] = block_of(own, leaf, m, norms_only=norms_only)
