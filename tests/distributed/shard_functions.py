@@ -162,7 +162,7 @@ def check_partial_leaves_and_other_meshes_are_refused_in_one_sentence():
     state = fj.train_state(own, *mine(batch), **searching)
     with pytest.raises(ValueError, match=r"step: the optimizer must not compare losses .*parameters are sharded"):
         fj.step(state, *mine(batch), **searching)
-    with pytest.raises(ValueError, match="jacobian_fn: mode must be .* for sharded parameters"):
+    with pytest.raises(ValueError, match=r"jacobian_fn: mode must be .* for sharded parameters"):
         fj.jacobian_fn(losses, mode="vmap")(own, *mine(batch))
     with pytest.raises(ValueError, match="tensors must be whole on every replica"):
         fj.train_state(own, *mine(batch), losses=losses, engine=distributed.replicated(), **how)
