@@ -135,7 +135,8 @@ def _mark(entry: Entry, law: Law) -> str:
     if law is weakly_stationary:
         return "weakly" if law in entry.claims else ""
     if law in entry.where:
-        return ", ".join(f"`{name}` {low:g} to {high:g}" for name, (low, high) in entry.where[law].items())
+        shown = {name: " to ".join(f"{x:g}" for x in dict.fromkeys(ends)) for name, ends in entry.where[law].items()}
+        return ", ".join(f"`{name}` {ends}" for name, ends in shown.items())
     return "✓" if law in entry.claims else ""
 
 
@@ -196,6 +197,14 @@ _RESIDUALS = Entry(
     invalid=(math.inf, *_NO_NUMBER),
 )
 
+
+def _between_mean_and_mgda(build: Builder, cap: Any = 1.0) -> Aggregator:
+    """A cap that is so far on the way from 1 / m to 1, whatever the number of rows."""
+    return build(cap=cap)._replace(
+        init=lambda _: (), update=lambda G, state: build(cap=cap + (1 - cap) / len(G)).update(G, state)
+    )
+
+
 RULES: dict[str, Entry] = {
     "mean": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED),
     "total": Entry(_USUAL, _FREE),
@@ -210,7 +219,13 @@ RULES: dict[str, Entry] = {
     ),
     "upgrad": Entry((*_USUAL, _DUAL), _SUM),
     "dualproj": Entry((_ORDER, _DUAL, _SCALE, _WEAK, _STRONG, _ROTATE), _SUM | _NORM),
-    "mgda": Entry((_ORDER, _DUAL, _SCALE, _SIMPLEX, _WEAK, _ROTATE), _NORM | _BLOCKED),
+    "mgda": Entry(
+        (_ORDER, _SCALE, _SIMPLEX, _WEAK, _ROTATE),
+        _NORM | _BLOCKED,
+        {"cap": Range(0.01, 1.0)},
+        build=_between_mean_and_mgda,
+        where={_DUAL: {"cap": Range(1.0, 1.0)}},
+    ),
     "aligned_mtl": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FITTED, wide=False),
     "cagrad": Entry(
         (_ORDER, _SCALE, _WEAK, _ROTATE),

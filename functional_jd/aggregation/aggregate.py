@@ -141,9 +141,7 @@ def no_memory(_: Any) -> Tree:
 def check_rule(aggregator: Any) -> None:
     """Raise TypeError unless `aggregator` is an `Aggregator`, which an uncalled builder is not."""
     if not isinstance(aggregator, Aggregator):
-        raise TypeError(
-            f"{here()}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
-        )
+        refuse("aggregator", "a rule", aggregator, "Call its builder: upgrad().")
 
 
 def check_within(rule: Any) -> View:
@@ -163,10 +161,6 @@ def row_weights(weights: Weights) -> Tensor:
         f"{here()}: rule must have one weight per row, found weights of entries or groups. Take it in each group: "
         "grouped({name: rule, ...})."
     )
-
-
-class CannotStartError(ValueError):
-    """A rule that continues the state of another one was asked for a state of its own."""
 
 
 def _updated(aggregator: Aggregator, received: Any, state: Tree) -> tuple[Weights, Tree]:
@@ -276,7 +270,7 @@ def _goes_to_host(given: tuple[Any, ...]) -> bool:
 def _refuse_other_state(aggregator: Aggregator, received: Any, state: Tree, error: Exception | None) -> None:
     try:
         difference = tree_difference(aggregator.init(received), state)
-    except CannotStartError:  # such a rule looks at the state itself
+    except ValueError:  # a rule that cannot start looks at the state itself
         return
     if difference:
         raise ValueError(

@@ -59,28 +59,18 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
         return view.receive(seen._replace(rows=part(seen.rows), others=tuple(map(part, seen.others))))
 
     receive.__name__ = f"{view.__name__}_of_a_part"
-    return rule._replace(
-        view=View(receive, "rows", losses=view.losses, batches=view.batches), on_host=False, sensitivity=None
-    )
+    whole = View(receive, "rows", losses=view.losses, batches=view.batches)
+    return rule._replace(view=whole, on_host=False, sensitivity=None)
 
 
 def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
     """Refuse parameters, or their rows, whose top-level keys are not those of the groups."""
     if not isinstance(tree, Mapping):
-        raise TypeError(
-            f"grouped: expected parameters in a dict, one key per group, found {type(tree).__name__}. "
-            "Put them in a dict: {'backbone': ..., 'decoder': ...}."
-        )
-    if missing := [key for key in tree if key not in groups]:
+        raise TypeError(f"grouped: parameters must be a dict by groups, found {type(tree).__name__}. Name the parts.")
+    if set(tree) != set(groups):
         raise ValueError(
-            f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, missing))}. "
-            "Groups are the top-level keys of the parameters: add a rule."
-        )
-    if unused := [key for key in groups if key not in tree]:
-        raise ValueError(
-            f"grouped: expected a group of parameters for every rule, found none for {', '.join(map(repr, unused))}; "
-            f"the groups are the top-level keys of the parameters, {', '.join(map(repr, tree))}. Check the spelling, "
-            "or take a dict with a key for each group."
+            f"grouped: rules must have the top-level keys of the parameters, {list(tree)}, found {list(groups)}. "
+            "Give each key one rule."
         )
 
 

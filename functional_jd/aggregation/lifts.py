@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, CannotStartError, check_rule, no_memory, row_weights
+from functional_jd.aggregation.aggregate import Aggregator, check_rule, no_memory, row_weights
 from functional_jd.aggregation.views import View, losses, no_gradients
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function, refuse
 from functional_jd.core.safe import nan_unless
@@ -49,7 +49,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
 
     Returns:
         A stateless rule that needs the losses only. If `s` is not differentiable, the direction may be infinite or
-        NaN. If `s` returns no scalar, it raises ValueError when called.
+        NaN. It raises torch's RuntimeError when called if `s` returns no scalar.
 
     Example:
         >>> def worst():
@@ -62,21 +62,12 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
 def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]) -> Aggregator:
     """`scalarized` of `s(losses, *numbers)`, with numbers `f(losses)` for each f, outside of the gradient."""
 
-    def scalar(values: Tensor, *numbers: Tensor) -> Tensor:
-        number = s(values, *numbers)
-        if not isinstance(number, Tensor) or number.ndim:
-            found = f"shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
-            raise ValueError(
-                f"scalarized: s must return one scalar tensor, found {found}. Reduce it, for instance with .sum()."
-            )
-        return number
-
-    def gradient(values: Tensor, *numbers: Tensor) -> Tensor:
+    def gradient(values: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
             refuse_export()
-        return torch.func.grad(scalar)(values, *numbers)
+        return torch.func.grad(s)(values, *(f(values) for f in given))
 
-    return stateless(losses, lambda values: gradient(values, *(f(values) for f in given)))
+    return stateless(losses, gradient)
 
 
 def learned_with(where: str, s: Callable[[Tensor, Tensor], Tensor], rate: Number) -> Aggregator:
@@ -133,7 +124,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
 
 
 def _cannot_start(view: Any) -> Tree:  # noqa: ARG001
-    raise CannotStartError(
+    raise ValueError(
         "held: the second rule of the pair repeats the weights of the first, and cannot start. Give the first one to "
         "train_state, or to aggregate without a state."
     )

@@ -15,15 +15,7 @@ from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Params, Tree
-from functional_jd.optimizers.base import (
-    LearningRate,
-    Optimizer,
-    check_betas,
-    check_settings,
-    current_rate,
-    in_dtype_of,
-    no_steps,
-)
+from functional_jd.optimizers import base
 from functional_jd.precision.loss_scale import select
 
 
@@ -39,8 +31,8 @@ class AlternatingState(NamedTuple):
 
 
 def alternating(
-    rule: Aggregator, objectives: int, *, lr: LearningRate = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8
-) -> tuple[Aggregator, Optimizer]:
+    rule: Aggregator, objectives: int, *, lr: base.LearningRate = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8
+) -> tuple[Aggregator, base.Optimizer]:
     """Differentiate one objective in each step, and give a rule the moving averages of all gradients (M-ConFIG).
 
     In step k, `i = k mod m`, `a_i <- b1 a_i + (1 - b1) g_i`. With n gradients in each average and t directions so far,
@@ -69,8 +61,8 @@ def alternating(
     """
     check_rule(rule)
     check_integer("objectives", objectives, 1, "It counts losses.")
-    check_settings(lr=lr, eps=eps)
-    m, (b1, b2) = objectives, check_betas(betas)
+    base.check_settings(lr=lr, eps=eps)
+    m, (b1, b2) = objectives, base.check_betas(betas)
     if as_view(rule.view).losses:
         refuse("rule", "a rule that needs no losses", rule, "Take config() or upgrad().", ValueError)
 
@@ -86,9 +78,10 @@ def alternating(
             refuse("params", "those of the trunk of multitask losses", params, "Take by_label.", ValueError)
         zeros = tree_map(lambda p: torch.zeros_like(at_least_float32(p)), params)
         averages = tree_map(lambda x: torch.stack([x] * m), zeros)
-        return AlternatingState(no_steps(params), averages, zeros, zeros, start(rule, averages))
+        return AlternatingState(base.no_steps(params), averages, zeros, zeros, start(rule, averages))
 
-    return Aggregator(no_gradients, no_steps, weigh), Optimizer(init, partial(_update, rule, (m, lr, b1, b2, eps)))
+    optimizer = base.Optimizer(init, partial(_update, rule, (m, lr, b1, b2, eps)))
+    return Aggregator(no_gradients, base.no_steps, weigh), optimizer
 
 
 def _update(rule: Aggregator, settings: Any, direction: Direction, state: AlternatingState, params: Params) -> Any:
@@ -96,7 +89,7 @@ def _update(rule: Aggregator, settings: Any, direction: Direction, state: Altern
     m, lr, b1, b2, eps = settings
     steps, places = state.steps, torch.arange(m, device=state.steps.device)
     counts, t = (steps + m - places) // m, (steps + 2 - m).clamp(min=1).to(widest(steps.device))
-    rate, own = current_rate(lr, steps), lambda number, leaf: number.to(leaf.device, leaf.dtype)
+    rate, own = base.current_rate(lr, steps), lambda number, leaf: number.to(leaf.device, leaf.dtype)
 
     def average(old: Tensor, d: Tensor) -> Tensor:
         new = torch.lerp(old, d.to(old.dtype).expand_as(old), 1 - b1)
@@ -104,7 +97,7 @@ def _update(rule: Aggregator, settings: Any, direction: Direction, state: Altern
 
     def moved(p: Tensor, d: Tensor, s: Tensor) -> Tensor:
         root = sqrt_or_zero(s / own(1 - b2**t, s), s == 0) + eps
-        return (at_least_float32(p) - in_dtype_of(rate, d) * (d / root)).to(p.dtype)
+        return (at_least_float32(p) - base.in_dtype_of(rate, d) * (d / root)).to(p.dtype)
 
     averages = tree_map(average, state.averages, direction)
     shares = torch.where(counts > 0, 1 - b1 ** counts.to(t.dtype), 1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Numbers, gramian, per_objective, runs_on_host, stateless, with_losses
+from functional_jd.aggregation import Aggregator, Numbers, gramian_and_losses, per_objective, runs_on_host, stateless
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless, order_of, with_nan_of
 from functional_jd.core.types import Gramian, Weights
@@ -56,7 +56,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         gains = torch.where(balancing, pull, C.sum(1))
         return _best_weights(C, gains, free, least, torch.where(balancing, 0, pull), solver)
 
-    return stateless(with_losses(gramian), weigh, on_host=runs_on_host(solver, tolerance))
+    return stateless(gramian_and_losses, weigh, on_host=runs_on_host(solver, tolerance))
 
 
 def _adjustment(losses: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,9 +53,8 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]
         zeros = torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
-        return ExcessMtlState(
-            zero_rows(jacobian), zeros, zeros - math.log(len(zeros)), zeros.new_zeros((), dtype=torch.int64)
-        )
+        calls = zeros.new_zeros((), dtype=torch.int64)
+        return ExcessMtlState(zero_rows(jacobian), zeros, zeros - math.log(len(zeros)), calls)
 
     def update(jacobian: Jacobian, state: ExcessMtlState) -> tuple[Tensor, ExcessMtlState]:
         leaves, structure = tree_flatten(jacobian)

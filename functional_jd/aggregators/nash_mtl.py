@@ -55,7 +55,9 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         # Read for `every=1`, too, so that the state of another rule, or of other losses, is refused.
         kept = state.weights if every == 1 else with_nan_of(state.weights, w.sum())
         w = torch.where(state.calls % every == 0, w, kept)
-        return w * _clip_factor(w @ G @ w, max_norm), NashState(w, state.calls + 1)
+        square = w @ G @ w
+        long = ~(square <= max_norm**2) & (max_norm != 0)  # NaN is not smaller
+        return w * torch.where(long, max_norm / torch.where(long, square, 1).sqrt(), 1), NashState(w, state.calls + 1)
 
     return Aggregator(gramian, init, update, runs_on_host(solver, max_norm))
 
@@ -66,14 +68,3 @@ def _two_rows(C: Tensor) -> Tensor:
     stationary = one_plus_c <= 2e-14  # half of `1 + c` is the squared norm of their mean
     y = torch.where(stationary, 0, torch.where(stationary, 1, one_plus_c).rsqrt())
     return with_nan_of(torch.where(C.diagonal() == 0, 0, y), C.sum())
-
-
-def _clip_factor(square: Tensor, max_norm: Number) -> Tensor:
-    """The factor that limits the norm of a direction of this squared norm."""
-    if isinstance(max_norm, Tensor):
-        long = ~(square <= max_norm**2) & (max_norm != 0)  # NaN is not smaller
-    elif max_norm == 0:
-        return torch.ones_like(square)
-    else:
-        long = square > max_norm**2
-    return torch.where(long, max_norm / torch.where(long, square, 1).sqrt(), 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, Gramian, Numbers, Solver, gramian, per_objective, runs_on_host
 from functional_jd.core.arguments import BELOW_1, FROM_0_TO_1, Number, number
-from functional_jd.core.safe import cosines, nonzero
+from functional_jd.core.safe import cosines, nonzero, order_of
 from functional_jd.solvers.lcp import linear_complementarity
 
 # Relative thresholds for incompatible shares and cancelled directions, well above the rounding of a float64 Gramian.
@@ -46,17 +46,14 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
     def update(G: Gramian, squares: Tensor) -> tuple[Tensor, Tensor]:
         m = len(G)
         if given is not None and given != m - 1:
-            raise ValueError(
-                f"pcd: expected one tau per secondary objective, found {given} and {m - 1} such objectives. "
-                "Leave out the first objective, or give one number for all."
-            )
+            raise ValueError(f"pcd: tau must be one per row but the first, found {given} and {m} rows. Pass a number.")
         C, norms = cosines(G)
         norms_or_zero = torch.where(G.diagonal() == 0, 0, norms)
         squares = beta * squares + (1 - beta) * G.diagonal()
         sizes = norms_or_zero / nonzero(squares).sqrt()
         required = torch.cat([sizes[:1] * 0, shares_of(sizes[1:]) * sizes[1:]])
         target = sizes * (torch.arange(m, device=G.device) == 0)
-        unit = _largest_or_one(target, required)
+        unit = order_of(torch.stack((target, required)))
         w = _projection(C, target / unit, required / unit, solver)
         square = w @ C @ w
         vanishing = square <= _VANISHING * w.sum() ** 2
@@ -77,11 +74,7 @@ def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | No
 def _projection(C: Tensor, target: Tensor, required: Tensor, solver: Solver) -> Tensor:
     """Weights of the unit rows: the point nearest to `target'n` that satisfies all constraints, else the target."""
     secondary = (torch.arange(len(C), device=C.device) > 0).unsqueeze(0)
-    unit = required / _largest_or_one(required)
+    unit = required / order_of(required)
     room = 1 - unit @ linear_complementarity(C + torch.outer(unit, unit), -unit.unsqueeze(0), secondary, solver)[0]
     shortfall = torch.where(room > _COMPATIBLE, target @ C - required, 0)
     return target + linear_complementarity(C, shortfall.unsqueeze(0), secondary, solver)[0]
-
-
-def _largest_or_one(*parts: Tensor) -> Tensor:
-    return nonzero(torch.stack(parts).amax())

@@ -214,13 +214,13 @@ MISTAKES = {
     ),
     "no scalar": (
         lambda: aggregate(scalarized(torch.exp), ONES, losses=torch.ones(2)),
-        ValueError,
-        r"scalarized: s must return one scalar tensor, found shape \[2\]. Reduce it",
+        RuntimeError,
+        "to return a scalar Tensor, got tensor with 1 dims",
     ),
     "a number": (
         lambda: aggregate(scalarized(lambda v: 1.0), ONES, losses=torch.ones(2)),
-        ValueError,
-        "one scalar tensor, found float",
+        RuntimeError,
+        "to return a Tensor, got <class 'float'>",
     ),
 }
 

@@ -1,13 +1,23 @@
 """MGDA: the least norm, certified by duality and by all faces of the simplex."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
-from bounds import eps
+from bounds import check_within, eps, half_the_digits
 from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize
 from sequences import integer_jacobians, random_rows
 
+import functional_jd as jd
 from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.mgda import mgda
+
+# By how much a search may miss a bound, relative to the terms; within how much other solvers meet theirs.
+MISSED, FEASIBLE = 1e-12, 1e-9
 
 
 def direction(J):
@@ -62,3 +72,142 @@ def test_half_the_squared_length_has_the_weights_as_derivative():
     result = aggregate(mgda(), J)
     gradient = torch.func.grad(lambda J: direction(J).square().sum() / 2)(J)
     torch.testing.assert_close(gradient, torch.outer(result.weights, result.direction))
+
+
+def capped(J, cap):
+    """Weights and direction, certified: in the capped simplex, and no allowed weights u have `<u'J, d> < |d|^2`."""
+    result = aggregate(mgda(cap=cap), J)
+    w, d = result.weights, result.direction
+    m, norms = len(J), torch.linalg.vector_norm(J, dim=1)
+    assert w.min() >= -MISSED
+    assert w.max() <= cap * (1 + MISSED)
+    assert abs(w.sum() - 1) <= 4 * m * eps()
+    order = (J @ d).argsort()  # the least <u'J, d> gives as much as is allowed to rows with the least gains
+    u = torch.zeros_like(w).index_put((order,), (1 - cap * torch.arange(m).double()).clamp(0, cap))
+    assert d @ d - u @ J @ d <= MISSED * (w @ norms) * ((u + w) @ norms)
+    return w, d
+
+
+def by_enumeration(J, cap):
+    """The least norm by all sets of weights at 0, between, and at the cap; those between solve their equations."""
+    m, shortest = len(J), None
+    for kinds in itertools.product((0, 1, 2), repeat=m):
+        between, top = [i for i in range(m) if kinds[i] == 1], [i for i in range(m) if kinds[i] == 2]
+        w = np.where(np.array(kinds) == 2, cap, 0.0)
+        if between:
+            G, k = J @ J.T, len(between)
+            system = np.block([[G[np.ix_(between, between)], -np.ones((k, 1))], [np.ones((1, k)), np.zeros((1, 1))]])
+            right = np.append(-G[np.ix_(between, top)].sum(1) * cap, 1 - cap * len(top))
+            w[between] = np.linalg.lstsq(system, right, rcond=None)[0][:k]
+        if abs(w.sum() - 1) < FEASIBLE and w.min() > -FEASIBLE and w.max() < cap + FEASIBLE:
+            d = w @ J
+            shortest = d if shortest is None or d @ d < shortest @ shortest else shortest
+    return torch.from_numpy(shortest)
+
+
+def by_slsqp(J, cap):
+    G, m = J @ J.T, len(J)
+    sums = {"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like}
+    how = {"bounds": [(0, cap)] * m, "constraints": [sums], "options": {"ftol": 1e-16, "maxiter": 500}}
+    found = minimize(lambda w: w @ G @ w / 2, np.full(m, 1 / m), jac=lambda w: G @ w, method="SLSQP", **how)
+    return torch.from_numpy(found.x @ J)
+
+
+shares = st.sampled_from([0.0, 1 / 64, 1 / 4, 1 / 3, 1 / 2, 7 / 8])
+
+
+def cap_of(J, share):
+    return share + (1 - share) / len(J)
+
+
+@given(integer_jacobians(rows=(1, 4)), shares)
+def test_a_cap_gives_the_least_norm_of_all_sets_of_weights(J, share):
+    cap = cap_of(J, share)
+    _, d = capped(J, cap)
+    check_within(d, by_enumeration(J.numpy(), cap), half_the_digits(J.norm()))
+
+
+@pytest.mark.parametrize("m", [2, 3, 5, 8, 16])
+def test_a_cap_gives_the_point_of_another_solver(m):
+    J = random_rows(m, m + 3, seed=m)
+    for rows in (J, J - 0.9 * J.mean(0), J[:, :2]):
+        for share in (0.05, 0.2, 0.5):
+            cap = cap_of(J, share)
+            expected = by_slsqp(rows.numpy(), cap)
+            check_within(capped(rows, cap)[1], expected, 2**8 * half_the_digits(rows.norm()))
+
+
+@given(integer_jacobians(rows=(2, 6)), shares, shares)
+def test_a_lower_cap_is_never_shorter_and_one_that_no_weight_reaches_changes_nothing(J, one, other):
+    low, high = sorted((cap_of(J, one), cap_of(J, other)))
+    (_, longer), (_, shorter) = capped(J, low), capped(J, high)
+    assert shorter.norm() <= longer.norm() + half_the_digits(J.norm())
+    plain = aggregate(mgda(), J)
+    if plain.weights.max() <= high:
+        check_within(shorter, plain.direction, half_the_digits(J.norm()))
+
+
+@given(integer_jacobians(), shares, st.sampled_from([2.0**-64, 2.0**64]))
+def test_a_cap_has_no_unit_and_sees_no_order(J, share, unit):
+    cap = cap_of(J, share)
+    _, d = capped(J, cap)
+    check_within(capped(unit * J, cap)[1] / unit, d, half_the_digits(J.norm()))
+    check_within(capped(J.flip(0), cap)[1], d, half_the_digits(J.norm()))
+
+
+@pytest.mark.parametrize("m", [2, 3, 5, 8, 16, 32, 64])
+def test_a_cap_of_many_and_of_dependent_rows(m):
+    J = random_rows(m, m + 5, seed=m)
+    spread = 10 ** torch.linspace(-6, 6, m, dtype=torch.float64).unsqueeze(1)
+    low = J[:, : m // 2 + 1] @ random_rows(m // 2 + 1, m + 5, seed=1)
+    plane = J[:, :2]
+    for rows in (J, J - 0.9 * J.mean(0), J - J.mean(0), low, plane, plane.abs(), torch.cat([J, J])[:64], spread * J):
+        for share in (0.01, 0.1, 0.5):
+            for unit in (1.0, 1e-20, 1e20):
+                capped(unit * rows, cap_of(rows, share))
+
+
+def test_the_ends_are_mgda_and_the_mean():
+    for m in (1, 2, 3, 7, 49):
+        J = random_rows(m, 4, seed=m)
+        assert torch.equal(aggregate(mgda(cap=1), J).weights, aggregate(mgda(), J).weights)
+        torch.testing.assert_close(aggregate(mgda(cap=1 / m), J).weights, aggregate(mean(), J).weights)
+        found = aggregate(mgda(cap=torch.tensor(1.0)), J).direction
+        check_within(found, direction(J), half_the_digits(J.norm()))
+
+
+def test_a_row_at_the_cap_may_conflict():
+    # By hand: the short row gets all that is allowed, and the long one the rest.
+    result = aggregate(mgda(cap=0.6), torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))
+    torch.testing.assert_close(result.weights, torch.tensor([0.6, 0.4], dtype=torch.float64))
+    torch.testing.assert_close(result.direction, torch.tensor([-0.2, 0.0]))
+
+
+def test_caps_out_of_range_raise_by_name():
+    for cap in (0.0, -1.0, 1.01, float("nan")):
+        with pytest.raises(ValueError, match=r"^mgda: cap must be in \(0, 1\], found"):
+            mgda(cap=cap)
+    how = {"losses": lambda p: torch.stack([p.sum(), -p.sum(), p @ p]), "aggregator": mgda(cap=0.3)}
+    error = r": cap must be at least 1 / 3, as weights sum to 1, found 0.3. Pass a larger weight.$"
+    with pytest.raises(ValueError, match="^train_state" + error):
+        jd.train_state(torch.ones(2), optimizer=jd.sgd(0.1), **how)
+    with pytest.raises(ValueError, match="^aggregate" + error):
+        aggregate(mgda(cap=0.3), torch.ones(3, 2))
+    assert aggregate(mgda(cap=torch.tensor(0.3)), torch.ones(3, 2)).weights.isnan().all()
+
+
+def test_weights_of_losses_and_flags_of_float16_with_a_cap():
+    J = torch.tensor([[1.0, 0.0, 2.0], [-2.0, 1.0, 0.0], [0.0, -3.0, 1.0]])
+    losses, rule = lambda p: (J.to(p) @ p).float(), mgda(cap=0.4)
+    found = jd.weights_fn(losses, rule)(torch.zeros(3))
+    torch.testing.assert_close(found.weights.double(), aggregate(rule, J).weights)
+    how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(0.1)}
+    for scale, moves in ((2.0, True), (2.0**16, False)):
+        with pytest.warns(UserWarning, match="found float16"):
+            state = jd.train_state(torch.zeros(3).half(), scale=jd.scale_state(scale, shape=(3,)), **how)
+        after, info = jd.step(state, **how)
+        assert info.moved == moves
+        assert info.finite.all() == moves
+        if moves:
+            expected = -0.1 * aggregate(rule, J).direction
+            check_within(after.params.float(), expected, 4 * eps(torch.float16) * expected.abs().max())

@@ -43,6 +43,7 @@ CASES = {
     **{f"upgrad, {m}": (lambda J, u: direction(jd.upgrad(u), J), random_rows(m, 4, seed=m + 1)) for m in SIZES},
     **{f"dualproj, {m}": (lambda J, u: direction(jd.dualproj(u), J), conflicting(m)) for m in SIZES},
     **{f"mgda, {m}": (lambda J: direction(jd.mgda(), J), random_rows(m, m + 1, seed=m)) for m in SIZES},
+    **{f"capped mgda, {m}": (lambda J, c: direction(jd.mgda(cap=c), J), alike(m), numbers(1.4 / m)[0]) for m in (3, 5)},
     **{
         f"cagrad, {m}": (lambda J, c: direction(jd.cagrad(c), J), alike(m), numbers(c)[0])
         for m, c in ((1, 0.5), (2, 0.5), (3, 0.9), (4, 2.0))

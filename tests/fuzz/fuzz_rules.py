@@ -80,7 +80,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "learning_rate_annealing": {"primary": 0, "momentum": 0.5},
     "levenberg_marquardt": {"damping": 0.5},
     "mean": {},
-    "mgda": {},
+    "mgda": {"cap": 0.5},
     "moco": {"beta": 0.5, "gamma": 0.1, "rho": 0.1, "beta_sigma": 0.5, "gamma_sigma": 0.5},
     "modo": {"rate": 0.1, "ridge": 0.1},
     "nash_mtl": {"max_norm": 1.0, "every": 1},

@@ -1,6 +1,7 @@
 """The search in one launch against the host's, run by Triton's interpreter: `make test-kernels`. It needs no GPU."""
 
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -128,7 +129,7 @@ def test_derivatives_are_those_of_the_host(no_rounds):
     check_same(found, expected, roundings=2**8 * int(condition))
 
 
-@pytest.mark.parametrize("rule", [fj.upgrad, fj.dualproj, fj.mgda, fj.pcd, fj.cagrad])
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.dualproj, fj.mgda, partial(fj.mgda, cap=0.4), fj.pcd, fj.cagrad])
 @pytest.mark.parametrize("m", [3, 6])
 def test_rules_are_served(rule, m, no_rounds):
     J = rows("conflicting", m)

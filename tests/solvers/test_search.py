@@ -1,5 +1,7 @@
 """Searches as operators: tracers see one; off the CPU they go to the host, or take a fixed number of steps."""
 
+from functools import partial
+
 import pytest
 import torch
 from bounds import check_within, eps
@@ -13,10 +15,12 @@ import functional_jd as jd
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.solvers.search import may_be_differentiated, per_problem
 
+capped = partial(jd.mgda, cap=0.3)
 SEARCHES = {
     "upgrad": jd.upgrad,
     "dualproj": jd.dualproj,
     "mgda": jd.mgda,
+    "mgda with a cap": capped,
     "cagrad": lambda **how: jd.cagrad(0.5, **how),
     "fairgrad": lambda **how: jd.fairgrad(2.0, **how),
     "nash_mtl": jd.nash_mtl,
@@ -43,7 +47,7 @@ def test_a_tracer_sees_one_operator(build, tracing):
     J = rows(5)
     weights = lambda J: aggregate(build(), J).weights
     traced = make_fx(weights, tracing_mode=tracing)(J)
-    assert len(searches(traced.graph)) == (2 if build is jd.pcd else 1)
+    assert len(searches(traced.graph)) == (2 if build in (jd.pcd, capped) else 1)
     assert torch.equal(traced(2 * J + 1), weights(2 * J + 1))
 
 
@@ -76,8 +80,8 @@ def test_under_transforms_one_copy_serves_all_problems(build):
         inputs = device.put(batch)
         device.reset()
         found = several(inputs)
-        # Shares come back with three more tensors, and `pcd` searches twice.
-        assert device.copies_to_host == device.copies_from_host == (2 if build is jd.pcd else 1)
+        # Shares come back with three more tensors; `pcd` and a cap search twice.
+        assert device.copies_to_host == device.copies_from_host == (2 if build in (jd.pcd, capped) else 1)
         assert torch.equal(device.get(found), expected)
 
 
