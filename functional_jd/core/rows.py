@@ -150,10 +150,11 @@ def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def squared_norms(matrix: Tensor) -> Tensor:
-    """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
-    matrix = matrix if matrix.is_cpu else on_wide_device(matrix)
-    blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
-    return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
+    """Squared norms of rows `[m, n]`: float64 `[m]`, with all derivatives at zero."""
+    matrix = on_wide_device(matrix)
+    if under_transform() or matrix.requires_grad:
+        return matrix.double().square().sum(1)
+    return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square()
 
 
 def weighted_rows(weights: Tensor, matrix: Tensor) -> Tensor:
@@ -166,12 +167,6 @@ def magnitudes(matrix: Tensor) -> Tensor:
     if not matrix.shape[1]:
         return matrix.new_zeros(len(matrix))
     return torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1)
-
-
-def _squares(block: Tensor) -> Tensor:
-    if block.dtype == torch.float64 or under_transform() or block.requires_grad:
-        return block.double().square()
-    return block.double().square_()  # of a copy, in place: a second one would leave the cache
 
 
 def symmetric_product(rows: Tensor) -> Tensor:
