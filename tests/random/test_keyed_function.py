@@ -283,22 +283,13 @@ def test_choices_have_their_probabilities(draw, law):
 # For some functions torch loops over the elements, and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_draw
-def test_every_key_of_a_batch_has_its_own_draws(draw):
-    keys = random.split(KEY, 4)
+def test_a_key_draws_the_same_bits_under_transforms(draw):
+    keys, alone = random.split(KEY, 4), leaves(keyed(draw)(KEY))
     loop = [leaves(keyed(draw)(key)) for key in keys]
-    batch = leaves(torch.vmap(keyed(draw))(keys))
-    close(batch, [torch.stack(column) for column in zip(*loop, strict=True)])
-
-
-@every_draw
-def test_a_key_that_is_not_batched_gives_all_elements_the_same(draw):
-    batch = leaves(torch.vmap(lambda _: keyed(draw)(KEY), out_dims=0)(torch.ones(3)))
-    close(batch, [y.expand(3, *y.shape) for y in leaves(keyed(draw)(KEY))])
-
-
-@every_draw
-def test_compile_draws_the_same_bits(draw):
-    close(compiled(keyed(draw))(KEY), keyed(draw)(KEY))
+    close(torch.vmap(keyed(draw))(keys), [torch.stack(column) for column in zip(*loop, strict=True)])
+    of_one_key = torch.vmap(lambda _: keyed(draw)(KEY), out_dims=0)(torch.ones(3))
+    close(of_one_key, [y.expand(3, *y.shape) for y in alone])
+    close(compiled(keyed(draw))(KEY), alone)
 
 
 def test_compile_and_vmap_together_draw_the_same_bits():

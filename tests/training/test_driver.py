@@ -32,26 +32,6 @@ def losses(params, x):
     return J @ params["w"] * x
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("rule", [fj.upgrad, fj.trimmed_mean, fj.mean, lambda *_: fj.clipped(2.0)])
-@pytest.mark.parametrize("scale", [None, 2.0**10, [2.0**20, 2.0**-3]], ids=str)
-def test_directions_do_not_know_the_scale(engine, rule, scale):
-    """Weights are for rows as they are, also where the engine has rows that are scaled."""
-    rule = rule(0) if rule is fj.trimmed_mean else rule()
-    if engine == "gramian" and rule.view.products in ("none", "rows"):
-        return
-    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0), "engine": engine}
-    given = None if scale is None else fj.scale_state(shape=() if isinstance(scale, float) else (2,))
-    given = None if given is None else given._replace(scale=torch.tensor(scale))
-    state = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=given, **how)
-    after, info = fj.step(state, torch.ones(2), **how)
-    direction, weights, _ = fj.aggregate(rule, J)
-    torch.testing.assert_close(after.params["w"], -direction)
-    if isinstance(info.weights, torch.Tensor):
-        torch.testing.assert_close(info.weights, weights)
-    assert info.moved
-
-
 @pytest.mark.parametrize(("engine", "rule"), [("jacobian", fj.upgrad), ("gramian", fj.upgrad), ("jacobian", fj.mean)])
 def test_each_row_s_flag_is_its_own_and_one_scale_has_one(engine, rule):
     how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(1.0), "engine": engine}
