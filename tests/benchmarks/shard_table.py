@@ -5,12 +5,9 @@ live tensors in a step, parameters and moments included, in units of n / R: a ra
 numbers in units of n, counted at the collectives: a gather or a scatter of n numbers is 1, an all-reduce 2, as both.
 """
 
-import gc
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as jd
-from functional_jd import distributed
+from functional_jd.distributed import sharded
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script finds the neighbours of its folder too
+from distributed.ranks import meet, started
 
 WIDTH, LAYERS, EXAMPLES, OBJECTIVES = 1152, 8, 8, 3
 Prepared = tuple[Callable[[], Any], Callable[[], Any]]
@@ -67,7 +67,7 @@ def ours(mode: str, rule: jd.Aggregator, mesh: Any, x: Tensor) -> Prepared:
     """A step on `DTensor`s: rows one after the other, or together by vmap; one backward pass if the rule allows."""
     net = network()
     apply = jd.functional(net)
-    losses = distributed.sharded(lambda params, x: losses_of(apply(params, {}, x)[0]), mesh)
+    losses = sharded(lambda params, x: losses_of(apply(params, {}, x)[0]), mesh)
     spread = lambda p: distribute_tensor(p.detach(), mesh, [Shard(0) if p.ndim > 1 else Replicate()])
     params = {name: spread(p) for name, p in net.named_parameters()}
     engine = jd.engines.weighted_engine() if mode == "blind" else jd.engines.jacobian_engine(mode)
@@ -155,9 +155,7 @@ def measured(prepare: Callable[[], Prepared]) -> dict[str, float]:
 
 
 def rank(me: int, count: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = (folder / "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=me, world_size=count, timeout=timedelta(seconds=300))
+    meet(me, count, folder)
     x = torch.randn(EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(me))
     mesh = init_device_mesh("cpu", (count,))
     found = {name: measured(prepare) for name, prepare in cases(mesh, x).items()}
@@ -168,16 +166,9 @@ def rank(me: int, count: int, folder: Path) -> None:
 
 
 def table_of(count: int) -> dict[str, dict[str, float]]:
-    """The figures of the first of so many ranks, which are forks of this process."""
-
-    gc.collect()
-    gc.freeze()  # each measurement collects garbage, which need not look at what all ranks have loaded
+    """The figures of the first of so many ranks."""
     with TemporaryDirectory() as folder:
-        fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=rank, args=(me, count, Path(folder))) for me in range(count)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
+        for process in started(rank, [(me, count, Path(folder)) for me in range(count)]):
             process.join()
         return json.loads((Path(folder) / "found.json").read_text())
 

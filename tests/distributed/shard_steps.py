@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import weighted_trainer
 from shard_models import (
     EXAMPLES,
     MESHES,
@@ -26,6 +25,7 @@ from shard_models import (
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from two_replicas import train_by_weights
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -186,7 +186,7 @@ def check_weights_serve_a_loop_with_fully_shard():
     state = fj.train_state(params, x, y, **how)
     for _ in range(STEPS):
         state, info = fj.step(state, x, y, **how)
-    net, values = weighted_trainer.train(net, mine((x, y)), mesh(), fj.upgrad(), STEPS)
+    net, values = train_by_weights(net, mine((x, y)), mesh(), fj.upgrad(), STEPS)
     close(dict(net.named_parameters()), state.params)
     close(values, info.losses)
 
