@@ -5,7 +5,6 @@ from statistics import mean, median
 
 import torch
 from problems import PROBLEMS
-from study_advice import FROZEN
 from study_cells import Cell, load_all
 from study_format import Cells, counted, named, points, reference_of, signed, spelled, table, write_between
 from study_front_tables import front_tables
@@ -13,7 +12,7 @@ from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
 from study_peers import PREFIX
 from study_pictures import draw, draw_fronts, draw_summary
-from study_queue import queue
+from study_queue import FROZEN, queue
 from study_statistics import (
     REFERENCE,
     SHARES,

@@ -10,11 +10,11 @@ import torch
 from bounds import check_within
 from problems import PROBLEMS, Entry
 from problems_development import beta_vae
-from study_advice import FROZEN
 from study_cells import load_all, path_of
 from study_fronts import RATES, area, beside_sums, front_cell, on_the_front, preferences, sizes, utility, worth
 from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal, run
 from study_problem import splits
+from study_queue import FROZEN
 from study_rules import methods_for
 from study_training import draws_of, train
 from tiny_problem import tiny
