@@ -47,7 +47,7 @@ def updated(rule, received, state, device):
     """Weights and state of a rule from what it receives, which is not counted."""
     device.reset()
     rule_there = lambda received, state: apply_rule(rule, received, state, fixed=False)
-    return where_it_runs(rule, rule.view, Observation(None), rule_there, received, state, apart=False)
+    return where_it_runs(rule, Observation(None), rule_there, received, state, apart=False)
 
 
 def test_tensors_of_all_kinds_go_in_one_copy_and_come_back_in_one():
