@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, check_number, check_scalar, here, refuse
+from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, check_number, here, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
@@ -71,16 +71,13 @@ def check_settings(*, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
     """
     for name, value in values.items():
         cure = f"Pass for instance {name}=0.1."
-        if isinstance(value, Tensor) and name in tensors:
-            check_scalar(name, value, cure)
-            continue
         if isinstance(value, Tensor):
-            cure = f"Tensors may stand for {', '.join(tensors)} only."
+            cure = cure if name in tensors else f"Tensors may stand for {', '.join(tensors)} only."
         elif isinstance(value, Iterable | torch.nn.Module) and not isinstance(value, str):
             cure += " The parameters are given to train_state."
         if name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
             expected = "a number, a tensor or a schedule" if name == "lr" else "a number"
-            check_number(name, value, NOT_NEGATIVE, cure, expected)
+            check_number(name, value, NOT_NEGATIVE, cure, expected, name in tensors)
 
 
 def check_betas(betas: Any) -> tuple[float, float]:

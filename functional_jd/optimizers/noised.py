@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import POSITIVE, check_number
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_unflatten
@@ -12,7 +13,6 @@ from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_inner, check_settings, in_dtype_of
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key, draw_at, draw_normals
-from functional_jd.torch_compat.callers import here
 
 
 class NoisedState(NamedTuple):
@@ -108,8 +108,6 @@ def _noise(key: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
 def check_noise(optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
     """Refuse other things than an optimizer, a key and settings, in the name of the function that the user called."""
     check_inner(optimizer, cure="sgd(0.1).")
-    settings = {**others, "batch_size": batch_size}
-    check_settings(tensors=tuple(settings), **settings)
-    if not isinstance(batch_size, Tensor) and not batch_size > 0:
-        raise ValueError(f"{here()}: batch_size must be positive, found {batch_size}. It counts examples.")
+    check_settings(tensors=tuple(others), **others)
+    check_number("batch_size", batch_size, POSITIVE, "It counts examples.", tensors=True)
     check_key(key)

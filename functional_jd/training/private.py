@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.clipped import clipped
-from functional_jd.core.arguments import POSITIVE, check_option, number, refuse
+from functional_jd.core.arguments import POSITIVE, check_number, check_option, refuse
 from functional_jd.core.tree import floating_leaves
 from functional_jd.core.types import Params
 from functional_jd.objectives import PerExample
@@ -66,8 +66,8 @@ def private(
         refuse("loss", "the loss of one example, or per_example of it", loss, "Pass a function.")
     examples = loss if isinstance(loss, PerExample) else PerExample(loss, 0)
     check_option("clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
-    check_noise(optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
-    number("max_norm", max_norm, POSITIVE, "A common value is 1.")
+    check_noise(optimizer, key, batch_size, noise_multiplier=noise_multiplier)
+    check_number("max_norm", max_norm, POSITIVE, "A common value is 1.", tensors=True)
     if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
         warn("private: noise_multiplier 0 adds no noise, so that nothing is protected. A common value is 1.")
     return {

@@ -232,7 +232,7 @@ def test_mistakes_are_named():
     for wrong, name in (({"multiplier": -1.0}, "multiplier"), ({"max_norm": -1.0}, "max_norm")):
         with pytest.raises(ValueError, match=f"noised: {name} must be finite and not negative, found -1"):
             received(**wrong)
-    with pytest.raises(ValueError, match=r"noised: batch_size must be positive, found 0"):
+    with pytest.raises(ValueError, match=r"noised: batch_size must be positive and finite, found 0"):
         received(batch_size=0)
     with pytest.raises(TypeError, match=r"noised: multiplier must be a number, found function"):
         received(multiplier=lambda step: 1.0)

@@ -189,7 +189,7 @@ def test_mistakes_are_named():
     for wrong, kind, words in (
         ({"noise_multiplier": -1.0}, ValueError, "private: noise_multiplier must be finite and not negative, found -1"),
         ({"max_norm": 0.0}, ValueError, "max_norm must be positive"),
-        ({"batch_size": 0.0}, ValueError, "batch_size must be positive, found 0"),
+        ({"batch_size": 0.0}, ValueError, "batch_size must be positive and finite, found 0"),
         ({"clipping": "flt"}, ValueError, "private: clipping must be .*flat, automatic, found 'flt'"),
         ({"clipping": "layers"}, ValueError, r"found 'layers'. .* By layers: .* grouped\({key: clipped\(max_norm / k"),
     ):
