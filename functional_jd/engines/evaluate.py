@@ -118,10 +118,7 @@ def objective_count(values: Losses) -> int:
 
 def element_count(tensors: list[Tensor]) -> int:
     """The number of elements of all tensors together."""
-    count = 0
-    for x in tensors:
-        count += x.numel()
-    return count
+    return sum(map(Tensor.numel, tensors))
 
 
 def check_losses(losses: Any, argnums: Any, has_aux: Any) -> None:
