@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from bounds import check_same, check_within, eps
+from modes import Called
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import l1_loss, mse_loss
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
@@ -355,23 +355,11 @@ def test_what_breaks_after_unscale_is_not_hidden():
 # Nothing waits for the device
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often a value is read on the host: `.item()`, `bool(tensor)` and their like."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-        return func(*args, **(kwargs or {}))
-
-
 def reads_and_breaks(f, *args):
-    with Reads() as reads:
+    with Called() as called:
         f(*args)
     torch._dynamo.reset()
-    return reads.count, torch._dynamo.explain(f)(*args).graph_break_count
+    return called.reads, torch._dynamo.explain(f)(*args).graph_break_count
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
@@ -386,10 +374,10 @@ def test_nothing_is_read_on_the_host_and_no_graph_breaks(shape):
     assert reads_and_breaks(fj.update_scale, state.scale, finite) == (0, 0)
     assert reads_and_breaks(fj.precision.select, finite, state.params, state.params) == (0, 0)
     assert reads_and_breaks(clip, state.params) == (0, 0)
-    with Reads() as reads:
+    with Called() as called:
         for batch in (batches()[0], batches()[2]):
             fj.step(state, *batch, **how)
-    assert reads.count == 0
+    assert called.reads == 0
 
 
 def clip(direction):

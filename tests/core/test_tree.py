@@ -100,21 +100,6 @@ def test_names_match_the_leaves(tree):
     assert names == [".".join(path) or "value" for path, _ in in_order(tree)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_ordered_dict_keeps_its_order(compiled):
-    def flattened(tree):
-        leaves, structure = trees.tree_flatten(tree)
-        return leaves, trees.tree_unflatten(structure, [2 * x for x in leaves]), trees.leaves_like(structure, tree)
-
-    f = torch.compile(flattened, fullgraph=True, backend="aot_eager") if compiled else flattened
-    tree = OrderedDict(b=torch.tensor(1.0), a=Point([OrderedDict(d=torch.tensor(2.0), c=torch.tensor(3.0)), {}], {}))
-    leaves, doubled, again = f(tree)
-    assert leaves == again == [1, 2, 3]
-    assert doubled == OrderedDict(b=2, a=Point([OrderedDict(d=4, c=6), {}], {}))
-    assert trees.tree_names(tree) == ["b", "a.z.0.d", "a.z.0.c"]
-    torch.compiler.reset()
-
-
 class Registered(NamedTuple):
     """A named tuple with a flattening of its own: the second field is no leaf."""
 
