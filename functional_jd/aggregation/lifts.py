@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, no_memory, row_weights
 from functional_jd.aggregation.views import View, losses, no_gradients
-from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function, refuse
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, check_function, described, refuse
 from functional_jd.core.safe import nan_unless
 from functional_jd.core.types import Tree, Weights
 from functional_jd.torch_compat.slow_path import refuse_export
@@ -49,7 +49,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
 
     Returns:
         A stateless rule that needs the losses only. If `s` is not differentiable, the direction may be infinite or
-        NaN. It raises torch's RuntimeError when called if `s` returns no scalar.
+        NaN. If `s` returns no scalar, it raises ValueError when called.
 
     Example:
         >>> def worst():
@@ -62,10 +62,16 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
 def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]) -> Aggregator:
     """`scalarized` of `s(losses, *numbers)`, with numbers `f(losses)` for each f, outside of the gradient."""
 
+    def scalar(values: Tensor, *numbers: Tensor) -> Tensor:
+        number = s(values, *numbers)
+        if not isinstance(number, Tensor) or number.ndim:
+            raise ValueError(f"scalarized: s must return one scalar, found {described(number)}. Take its .sum().")
+        return number
+
     def gradient(values: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
             refuse_export()
-        return torch.func.grad(s)(values, *(f(values) for f in given))
+        return torch.func.grad(scalar)(values, *(f(values) for f in given))
 
     return stateless(losses, gradient)
 

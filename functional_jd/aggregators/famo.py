@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Losses
+from functional_jd.aggregation import Aggregator, Losses, loss_count
 from functional_jd.aggregation.views import losses as losses_view
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, check_type, number
 from functional_jd.core.safe import sqrt_or_zero
@@ -82,10 +82,11 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
         belong to another batch, the state does not change.
     """
     check_type("state", state, FamoState, "Pass the state.aggregator of a rule famo().")
+    m = loss_count(losses)
     values = losses_view((), losses=losses)
-    if len(values) != len(state.logits):
+    if m != len(state.logits):
         raise ValueError(
-            f"famo_after_step: expected {len(state.logits)} losses, as in the step, found {len(values)}. "
+            f"famo_after_step: expected {len(state.logits)} losses, as in the step, found {m}. "
             "Pass what the loss function returns, unreduced."
         )
     after = torch.where(state.measured, state.after, values)

@@ -73,14 +73,10 @@ def _problem(G: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _below_the_cap(G: Tensor, norms: Tensor, cap: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The plain problem for the other rows, given those at the cap: 1 in `top`, else 0.
-
-    Its points are `h_i = cap (sum of the rows at the cap) + rest g_i`. Returns h in terms of the rows, the problem, and
-    its units: the lengths of the parts of h, which may cancel.
-    """
+    """The problem of the points `h_i = cap (sum of the rows at the cap) + rest g_i`: h by rows, M, b, and its units."""
     rest = 1 - cap * top.sum(-1, keepdim=True)
     T = torch.diag_embed(rest.expand_as(top)) + (cap * top).unsqueeze(-2)
-    n = matvec(T.detach(), norms)
+    n = matvec(T.detach(), norms)  # not the lengths of h, whose parts may cancel
     return T, *_problem(T @ G @ T.mT, n.masked_fill(top > 0, torch.inf)), n
 
 

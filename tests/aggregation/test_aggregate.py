@@ -214,13 +214,13 @@ MISTAKES = {
     ),
     "no scalar": (
         lambda: aggregate(scalarized(torch.exp), ONES, losses=torch.ones(2)),
-        RuntimeError,
-        "to return a scalar Tensor, got tensor with 1 dims",
+        ValueError,
+        r"scalarized: s must return one scalar, found torch.float64 \[2\]. Take",
     ),
     "a number": (
         lambda: aggregate(scalarized(lambda v: 1.0), ONES, losses=torch.ones(2)),
-        RuntimeError,
-        "to return a Tensor, got <class 'float'>",
+        ValueError,
+        "scalarized: s must return one scalar, found 1.0",
     ),
 }
 

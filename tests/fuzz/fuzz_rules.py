@@ -43,6 +43,7 @@ OTHERS = {
     "db_mtl": {"beta": BELOW_1},
     "epo": {"preference": kinds()},
     "grouped": {"rows": OPTION | kinds({"dict"})},
+    "mgda": {"cap": kinds({"scalar"})},
     "nash_mtl": {"max_norm": NOT_NEGATIVE},
     "natural_gradient": {"damping": NOT_NEGATIVE, "rank": OPTION, "momentum": BELOW_1},
     **{name: {"momentum": BELOW_1} for name in ("learning_rate_annealing", "unit_sum")},
