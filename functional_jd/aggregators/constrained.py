@@ -27,8 +27,9 @@ def constrained(bounds: Numbers, rate: Number = 0.1, damping: Number = 1.0) -> A
 
     Guarantees:
         It rests where the conditions of Karush, Kuhn and Tucker hold, with the multipliers as weights: no bound is
-        exceeded, and where a loss is below its bound, its multiplier is 0. Without bounds, it is `total()`. With
-        `multitask` losses, it is the trunk that meets the bounds: each head minimises its own loss.
+        exceeded, and where a loss is below its bound, its multiplier is 0. Without bounds, it is `total()`. A loss of
+        exactly 0 is absent: its multiplier stays. With `multitask` losses, the trunk meets the bounds: each head
+        minimises its own loss.
 
     Source:
         Platt & Barr, Constrained differential optimization, NeurIPS 1987: multipliers that ascend, and a damping;
