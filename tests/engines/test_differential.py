@@ -326,7 +326,7 @@ def test_a_step_with_every_engine_is_the_one_by_hand(need, kind):
     how_to = {"losses": case.losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
     for how, engine_of in ENGINES.items():
         if not serves(how, need, kind):
-            with pytest.raises(ValueError, match=r"serves|of one kind"):
+            with pytest.raises(ValueError, match=r"serves|of one kind|must be made by"):
                 fj.train_state(case.params, *case.args, engine=engine_of, **how_to)
             continue
         # Modes differ in which factor a row gets; whatever follows the rows is the same for all of them.
