@@ -65,7 +65,10 @@ def merge(chosen: Tree, rest: Tree) -> Tree:
     if _is_nothing(chosen) or _is_nothing(rest):
         return rest if _is_nothing(chosen) else chosen
     if isinstance(chosen, dict) and isinstance(rest, dict):
-        names = sorted({*chosen, *rest})  # as pytrees sort them
+        try:
+            names = sorted({*chosen, *rest})  # as pytrees sort them
+        except TypeError as error:
+            raise ValueError(f"merge: keys must sort together, found others: {error}. Take strings.") from error
         return {name: merge(chosen.get(name, _NOTHING), rest.get(name, _NOTHING)) for name in names}
     if type(chosen) is not type(rest) or not isinstance(chosen, list | tuple) or len(chosen) != len(rest):
         raise ValueError(

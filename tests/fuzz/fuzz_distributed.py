@@ -39,7 +39,7 @@ DISTRIBUTED = {
         lambda engine, group: jd.train_state(params(), x(), **method(), engine=distributed.replicated(engine, group)),
         lambda: {"engine": "auto", "group": None},
         {"group": OPTION},
-        names=("distributed",),
+        names=("distributed", "train_state"),
     ),
     "sharded": Call(
         lambda losses, mesh, reshard, params, x: distributed.sharded(losses, mesh, reshard)(params, x),

@@ -180,6 +180,7 @@ AGGREGATION = {
             jd.regularized(rule, fixed), rows(), losses={"a": ones(1)[0], "b": ones(1)[0]}
         ),
         lambda: {"rule": jd.upgrad(), "fixed": {"b": 0.5}},
+        {"fixed": kinds({"dict"})},  # an empty one
         names=("aggregate",),
     ),
     "full_jacobian": _view("full_jacobian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
