@@ -16,26 +16,26 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 14_125  # goal 12,500
-LINES = 23_890  # goal 22,000
-FILES = 190
+CODE_LINES = 13_920  # goal 12,500
+LINES = 23_560  # goal 22,000
+FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
-    ("core",): 1_755,  # goal 1,300
-    ("torch_compat",): 1_540,  # goal 1,200
-    ("random",): 830,  # goal 800
+    ("core",): 1_665,  # goal 1,300
+    ("torch_compat",): 1_525,  # goal 1,200
+    ("random",): 815,  # goal 800
     ("solvers",): 1_380,
-    ("precision",): 1_080,
-    ("objectives",): 1_200,  # goal 1,000
+    ("precision",): 1_070,
+    ("objectives",): 1_170,  # goal 1,000
     ("aggregation", "aggregators"): 4_400,
-    ("optimizers",): 1_230,  # goal 1,200
-    ("engines",): 3_805,  # goal 3,700
-    ("training",): 2_655,  # goal 2,000
-    ("distributed",): 240,
+    ("optimizers",): 1_175,
+    ("engines",): 3_740,  # goal 3,700
+    ("training",): 2_565,  # goal 2,000
+    ("distributed",): 220,
     ("diagnostics", "fronts"): 1_307,  # goal 1,200
-    ("testing",): 1_285,
+    ("testing",): 1_280,
     ("plotting", "__main__.py"): 1_065,
 }
 """Lines of a room, at most. A room that needs more gives up something."""
