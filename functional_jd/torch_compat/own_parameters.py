@@ -69,10 +69,9 @@ class UnchangedParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = traceable(func)
-        if args and (op := function_name(func)) in IN_PLACE_NAMES and op != "requires_grad_":
-            for name, x in self.params.items():
-                if args[0] is x:
-                    raise changed_parameter(name)
+        for name, x in self.params.items():  # first: torch.compile cannot read the name of a checkpoint
+            if args and args[0] is x and (op := function_name(func)) in IN_PLACE_NAMES and op != "requires_grad_":
+                raise changed_parameter(name)
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,7 @@ from functional_jd.aggregation.views import as_view, loss_count
 from functional_jd.core.arguments import check_type, described, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
+from functional_jd.core.safe import nan_unless
 from functional_jd.core.sharding import is_sharded, meshes_of
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
@@ -83,8 +84,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     Guarantees:
         Weights that cancel are the smallest that autograd can sum to the direction, zero if it would be rounding; under
         transforms and with `solver="device"` they stay as found.
-        If a loss or a weight is not finite, the state that was given is returned: None in a call without one, so that
-        the rule starts with the next batch (not under a transform). A `GradScaler` skips the step then.
+        If a loss or a weight is not finite, all weights are NaN, so that a `GradScaler` skips the step. The state that
+        was given is returned: None in a call without one: the rule starts with the next batch (not under a transform).
         Pure; composes with vmap, grad, jvp and compile.
     """
     check_losses(losses, 0, False)
@@ -128,12 +129,12 @@ def weights_and_memory(
     # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
     leaves = tree_leaves(seen.losses)
     weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
-    if tree_leaves(memory):
-        taken = all_finite((weights, leaves)) & (True if finite is None else finite.all())
-        if state is not None:
-            memory = select(taken, memory, state)
-        elif not (torch.compiler.is_compiling() or under_transform() or bool(taken)):
-            memory = None
+    taken = all_finite((weights, leaves)) & (True if finite is None else finite.all())
+    if tree_leaves(memory) and state is not None:
+        memory = select(taken, memory, state)
+    elif tree_leaves(memory) and not (torch.compiler.is_compiling() or under_transform() or bool(taken)):
+        memory = None
+    weights = nan_unless(taken, weights)  # a loss may be NaN where its gradient is finite
     return weights, memory
 
 
@@ -219,7 +220,7 @@ def weigh(
 
     Guarantees:
         The gradient of `(weights * losses).sum()` is the direction that `aggregate` returns for the same rows. A loss
-        that is not finite flags itself alone. Nothing outlives the call: no `.grad` is written.
+        that is not finite flags itself alone; all weights are NaN. Nothing outlives the call: no `.grad` is written.
 
     Example:
         >>> model, x = nn.Linear(2, 2), torch.ones(3, 2)

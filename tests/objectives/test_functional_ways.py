@@ -174,7 +174,7 @@ WAYS = (
 # torch.jit and the old forms of norms have no rules for vmap, or torch.compile none for them.
 NO_VMAP = {"Scripted", "Quantized", "Norms", "Graph", "Interpreter", "TiedNorm"}
 NO_VMAP |= {"attention", "lstm", "spectral_norm", "weight_norm"}
-NO_COMPILE = {"Scripted", "Quantized", "CompiledFunction", "Nested", "checkpointed", "lstm"}
+NO_COMPILE = {"Scripted", "Quantized", "CompiledFunction", "Nested", "lstm"}
 
 
 def held(module):

@@ -213,3 +213,23 @@ def test_fixed_losses_may_be_added_to_the_sum_of_those_that_are_weighed():
     whole = jd.weigh(losses, [w], rule).weights @ torch.stack([*losses.values()])
     two = torch.stack([losses["a"], losses["b"]])
     check_same(grad(jd.weigh(two, [w], jd.upgrad()).weights @ two + 0.1 * losses["k"]), grad(whole))
+
+
+@pytest.mark.parametrize("rule", [jd.upgrad(), jd.mean(), jd.nash_mtl(), jd.dwa()])
+def test_a_loss_that_is_not_finite_makes_all_weights_nan_also_where_its_gradient_is_finite(rule):
+    net, (x, y) = model(), batch()
+    bad = y.index_fill(0, torch.tensor([3]), torch.nan)
+
+    def two(out, y):
+        return torch.stack([(out[:, 0] - y[:, 0]).square().mean(), (out[:, 1] - y[:, 1]).abs().mean()])
+
+    y = torch.stack([y[:, 0], bad[:, 1]], 1)
+    found = jd.weigh(two(net(x), y), net.parameters(), rule)
+    assert found.finite.tolist() == [True, False]
+    params = dict(net.named_parameters())
+    weights, _, state = jd.weights_fn(lambda p, x: two(functional_call(net, p, x), y), rule)(params, x)
+    assert found.weights.isnan().all()
+    assert weights.isnan().all()
+    assert not state
+    assert not found.state
+    assert all(row.isfinite().all() for row in rows_by_hand(two(net(x), y), [*net.parameters()]))
