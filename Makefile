@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(T
 
 .PHONY: demo test test-inductor test-kernels test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts bench-gpu evidence optimizers-study claims notebooks docs lint types check clean
 
-demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
+demo: $(VENV)/.demo  ## train on two-digit images, under mean and under config
 	@$(BIN)/python -m functional_jd
 
 test: $(VENV)/.test  ## all tests but those of `make test-inductor` and `make test-models`

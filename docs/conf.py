@@ -58,6 +58,7 @@ def setup(app: Any) -> None:
     app.connect("source-read", add_contents)
     app.connect("source-read", partial(add_functions, pages))
     app.connect("source-read", link_rules)
+    app.connect("source-read", link_reports)
     app.connect("autodoc-process-docstring", name_sections, priority=300)
     app.connect("autodoc-process-docstring", write_formulas, priority=300)
     app.connect("autodoc-process-docstring", link_names, priority=400)
@@ -118,6 +119,11 @@ def link_rules(_app: Any, page: str, source: list[str]) -> None:
         linked = r"| [`\1`](reference/rule_\1.rst) |"
         table = re.sub(r"^\| `(\w+)` \|", linked, table, flags=re.MULTILINE)
         source[0] = before + opening + table + closing + after
+
+
+def link_reports(_app: Any, _page: str, source: list[str]) -> None:
+    """Turn links to Markdown files of tests, which are no pages of the site, into downloads."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(((?:\.\./)+tests/\S+\.md)\)", r"{download}`\1 <\2>`", source[0])
 
 
 def name_sections(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:

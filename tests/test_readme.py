@@ -170,7 +170,12 @@ def test_the_figures_of_the_readme_are_those_of_the_tables():
     """Those of the picture: tests/test_demo.py."""
     assert f"**{len(RULES)} aggregation rules**" in README
     (problems,) = re.findall(r"our (\d+) test problems", README)
-    assert f"Of {problems} problems" in REPORTS[1].read_text(encoding="utf-8")
+    report = REPORTS[1].read_text(encoding="utf-8")
+    assert f"Of {problems} problems" in report
+    (cells,) = re.findall(r"^\| `nash_mtl\(\)` \| (\d+ / .*?) \| (.*?) \|", report, flags=re.MULTILINE)
+    ahead, _, behind = (sum(map(int, parts)) for parts in zip(*(cell.split(" / ") for cell in cells), strict=True))
+    assert f"On {ahead} of our {problems} test problems `nash_mtl()` is ahead, and on {behind} behind" in README
+    assert f"is ahead on {ahead} of {problems} problems, and behind on {behind}" in PAGES[ROOT / "docs/evidence.md"]
     benchmarks = PAGES[ROOT / "docs/benchmarks.md"]
     for tasks in (2, 8):
         found = [row["to plain"] for name, row in cpu_rows(benchmarks).items() if name.endswith(f" {tasks} tasks")]

@@ -323,10 +323,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line per case: our forms of `upgrad` to TorchJD's loop, and `mean` to plain training."""
+    """One line per case: our forms of `upgrad` to TorchJD's loop, `upgrad` and `mean` to plain training."""
     peer, sides = "TorchJD upgrad", ("upgrad, eager", "upgrad, by operators", "upgrad, captured")
     titles = ["case", "TorchJD, ms", "`upgrad`, eager", "by operators", "captured", "memory, eager"]
-    titles += ["`mean`, eager, to plain", "captured, to plain captured"]
+    titles += ["`upgrad`, eager, to plain", "`mean`, eager, to plain", "`mean`, captured, to plain captured"]
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         found = {row["side"]: row for row in rows if row["case"] == case and "ms" in row}
@@ -335,7 +335,8 @@ def summary(rows: Sequence[Row]) -> str:
         )
         cells = [f"{found[peer]['ms']:.3g}" if peer in found else "-", *(ratio(side, peer) for side in sides)]
         cells += [ratio("upgrad, eager", peer, "peak MB") if case.startswith(_LARGE) else "-"]
-        lines.append([case, *cells, ratio("mean, eager", "plain"), ratio("mean, captured", "plain, captured")])
+        cells += [ratio(f"{rule}, eager", "plain") for rule in ("upgrad", "mean")]
+        lines.append([case, *cells, ratio("mean, captured", "plain, captured")])
     return markdown(titles, lines, "--:")
 
 
