@@ -1,6 +1,6 @@
 """The weights alone, of a function or of losses with a graph, for loops that call `.backward()` themselves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -286,7 +286,7 @@ def _observed(
 def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
     """The tensors to differentiate by."""
     name = "parameters" if are_parameters else "features"
-    leaves = tree_leaves(list(given) if isinstance(given, Iterator) else given)
+    leaves = tree_leaves(list(given) if isinstance(given, Iterator | ValuesView) else given)
     for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not value.requires_grad:
             raise ValueError(
@@ -297,6 +297,8 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
         raise ValueError(f"{here()}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")
     points = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not points:
-        cure = "Pass model.parameters()." if are_parameters else "Pass the output of the shared part, not detached."
+        cure = (
+            "Pass model.parameters() anew." if are_parameters else "Pass the output of the shared part, not detached."
+        )
         raise ValueError(f"{here()}: {name} must be tensors that require grad, found none. {cure}")
     return points

@@ -50,6 +50,7 @@ def test_the_weighted_sum_has_the_gradient_that_aggregate_returns(name):
             jd.weigh(losses, parameters, rule)
         return
     weights, state, finite = jd.weigh(losses, iter(parameters), rule)
+    assert torch.equal(jd.weigh(losses, dict(net.named_parameters()).values(), rule).weights, weights)
     torch.testing.assert_close(weights, expected.weights, rtol=0, atol=0)
     torch.testing.assert_close(state, expected.state, rtol=0, atol=0)
     assert finite.tolist() == [True] * 3
