@@ -32,7 +32,7 @@ ROOMS = {
     ("aggregation", "aggregators"): 4_400,
     ("optimizers",): 1_175,
     ("engines",): 3_740,  # goal 3,700
-    ("training",): 2_565,  # goal 2,000
+    ("training",): 2_570,  # goal 2,000
     ("distributed",): 220,
     ("diagnostics", "fronts"): 1_307,  # goal 1,200
     ("testing",): 1_280,

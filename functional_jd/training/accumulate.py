@@ -29,7 +29,9 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
-from functional_jd.training.checks import check_tensors, detach_parameters
+from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.training.checks import check_learning, check_tensors, detach_parameters
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, verdict_of, weighed
 from functional_jd.training.weights import group_of_ranks
 
@@ -89,15 +91,15 @@ def accumulate(
         `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.
 
     Raises:
-        TypeError: no parts; a part that is not a tuple; errors of `train_state`.
+        TypeError: no parts; a part that is not a tuple; without a state, losses that do not depend on the parameters.
         ValueError: parts or ranks with different losses; a scale `[m]`, losses by name, `skip="part"` or a group under
             `per_example`; a frozen `nn.Parameter`; several ranks and no group.
 
     Guarantees:
         Equal to rounding to the whole batch, without buffers.
-        A rule that needs no gradients costs one backward pass for each part, and memory for one direction. If it looks
-        at losses, or if these are of examples, they are evaluated twice. Other rules keep all rows and those of a part.
-        Pure; composes with vmap, grad and compile.
+        A rule that needs no gradients costs a backward pass for each part, and memory for one direction. If it looks at
+        losses, or at those of examples, they are evaluated twice. Other rules keep all rows, and those of a part. Calls
+        without a state evaluate the first part once more. Pure; composes with vmap, grad and compile.
     """
     check_losses(losses, 0, False)
     check_rule(aggregator)
@@ -111,6 +113,8 @@ def accumulate(
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     group = group_of_ranks(group, losses, own)
     _check_examples(plan, skip, group)
+    if state is None and not (torch.compiler.is_compiling() or under_transform()):
+        check_learning(plan, StateJournal(), buffers, training=False)
     run = _Run(parts, plan_of, buffers, skip == "part", group)
     if group is not None and state is None:
         check_alike(own, group, "parameters", {"rule": aggregator})

@@ -88,7 +88,7 @@ def test_no_row_is_made_for_a_rule_that_needs_none():
     work = []
     for rule in (jd.mean(), jd.upgrad()):
         with FlopCounterMode(display=False) as counter:
-            jd.accumulate(plain, parts(), params=SHARED, aggregator=rule)
+            jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, state=())
         work.append(counter.get_total_flops())
     with FlopCounterMode(display=False) as counter:
         jd.weighted_fn(plain)(SHARED, X, Y)[1](torch.ones(3))
@@ -264,3 +264,11 @@ def test_losses_may_contain_derivatives_by_their_batch(rule):
     expected = jd.accumulate(whole, [(x,)], params=params, aggregator=rule())
     check_same(found.direction["w"], expected.direction["w"])
     assert not found.losses["equation"].requires_grad
+
+
+def test_losses_that_do_not_depend_on_the_parameters_raise_where_a_rule_starts():
+    net = torch.nn.Linear(3, 2)
+    params, parts = {name: p.detach() for name, p in net.named_parameters()}, [(torch.ones(4, 3),)] * 2
+    losses = lambda p, x: net(x).square().mean(0)
+    with pytest.raises(ValueError, match="accumulate: the losses must depend on the parameters, found no loss"):
+        jd.accumulate(losses, parts, params=params, aggregator=jd.upgrad())
