@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[1] / "docs/guides/trainers.md").read_text(encodin
 PAGE = PAGE.partition("\n## Float16 post-training\n")[2]
 MODEL, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-FIXED = {"entropy": 0.01, "kl": 0.1, "policy": 1.0, "value": 1.0}
+FIXED = {"policy": 1.0, "value": 1.0, "kl": 0.1, "entropy": 0.01}  # not in the order of the weights
 
 
 def side(sign, mark):
@@ -64,7 +64,15 @@ def session():
         policy.tokens.weight.add_(0.1)
     rows = [torch.randint(32, (8, 9)) for _ in range(4)]
     own = {"policy": policy, "model": policy, "reference": reference, "batches": rows, "fixed": FIXED, "torch": torch}
-    return names | own | {"rule": jd.constant([*FIXED.values()]), "scales": jd.scale_state(shape=4), "memory": None}
+    return (
+        names
+        | own
+        | {
+            "rule": jd.constant([FIXED[name] for name in sorted(FIXED)]),
+            "scales": jd.scale_state(shape=4),
+            "memory": None,
+        }
+    )
 
 
 def by_accelerate(sign, rule, own):
@@ -100,8 +108,10 @@ def test_a_rule_for_accelerate_takes_the_mean_of_the_directions_of_its_micro_bat
         for tokens in pair:
             losses = again["losses_of"](policy, again["reference"], tokens)
             rows = {
-                name: torch.autograd.grad(loss, [*policy.parameters()], retain_graph=True, materialize_grads=True)
-                for name, loss in losses.items()
+                name: torch.autograd.grad(
+                    losses[name], [*policy.parameters()], retain_graph=True, materialize_grads=True
+                )
+                for name in jd.objective_names(losses)
             }
             jacobian = [torch.stack(parts) for parts in zip(*rows.values(), strict=True)]
             gradients.append(jd.aggregate(rule, jacobian, losses=losses).direction)

@@ -484,7 +484,7 @@ def test_sharp_losses_have_the_gradients_of_the_shifted_point(shown):
     moved = [(p + 0.05 * g / length).detach().requires_grad_() for p, g in zip(leaves, slopes, strict=True)]
     values = losses(optree.tree_unflatten(optree.tree_structure(params), moved), *batch)
     found = optree.tree_leaves(jd.jacobian_fn(shown["sharp"])(params, *batch)[0])
-    for row, value in enumerate(values.values()):
+    for row, value in enumerate(optree.tree_leaves(values)):
         own = torch.autograd.grad(value, moved, retain_graph=True, materialize_grads=True)
         for x, y in zip(found, own, strict=True):
             check_within(x[row], y, 2**10 * eps(torch.float32) * y.abs().max())
@@ -497,3 +497,7 @@ def test_lbfgs_on_weighed_losses_lowers_both(shown):
     batch = [shown[name] for name in ("x", "kind", "price")]
     before, after = (again["losses"](again[name], *batch) for name in ("params", "moving"))
     assert all(after[name] < before[name] for name in before)
+    assert list(before) == ["price", "kind"]  # not in the order of the weights
+    in_order = dict(shown) | {"losses": lambda *args: dict(sorted(shown["losses"](*args).items()))}
+    exec(block, in_order)
+    assert all(map(torch.equal, optree.tree_leaves(in_order["moving"]), optree.tree_leaves(again["moving"])))
