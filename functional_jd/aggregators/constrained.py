@@ -19,8 +19,8 @@ def constrained(bounds: Numbers, rate: Number = 0.1, damping: Number = 1.0) -> A
 
     Args:
         bounds: `[m]`, in the units of the losses, `math.inf` for a loss to minimise: `[math.inf, 0.5]`.
-        rate: step size of the multipliers, in the unit of one over a loss; positive. Larger values oscillate.
-        damping: weight of the excess itself, which keeps the multipliers from oscillating; not negative.
+        rate: step of the multipliers, positive, in the unit of objective / bounded loss^2: divide a loss by its bound.
+        damping: weight of e, against oscillation by large rates; not negative. Take `total()` until bounds nearly hold.
 
     Returns:
         A rule that needs the losses only. Its state is the multipliers, float64 `[m]`. Weights are not negative.

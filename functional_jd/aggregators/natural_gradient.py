@@ -48,7 +48,7 @@ def natural_gradient(
     Source:
         Müller & Zeinhofer, ICML 2023, arXiv 2302.13163; solved in the space of residuals, as Chen & Heyl, arXiv
         2302.01941 (minSR). Momentum: Goldshlager, Abrahamsen & Lin, arXiv 2401.10190 (SPRING), whose bound on the norm
-        is `clip_by_norm`; for equations, arXiv 2505.12149. Rank: arXiv 2604.01279 (Sven), with damping 0.
+        is `clip_by_norm` of a direction; for equations, arXiv 2505.12149. Rank: arXiv 2604.01279 (Sven), damping 0.
     """
     check_flag("relative", relative)
     damping = number("damping", damping, NOT_NEGATIVE, "The default is 1e-3.")

@@ -110,7 +110,7 @@ def missed(found: dict[str, dict[str, Found]]) -> str:
     late = [f"{_part(GOALS[n]['Adam'])} on {n} ({_part(r)})" for n, r in ratios.items() if r > GOALS[n]["Adam"]]
     met = [f"{_part(GOALS[n]['Adam'])} on {n} ({_part(r)})" for n, r in ratios.items() if r <= GOALS[n]["Adam"]]
     parts = [f"{what}: {', '.join(each)}." for what, each in (("Missed", late), ("Reached", met)) if each]
-    return f"Of Adam's error, `{OURS}` was to leave at most a part. " + " ".join(parts)
+    return f"The goals for `{OURS}` were parts of Adam's error. " + " ".join(parts)
 
 
 def _part(ratio: float) -> str:
@@ -127,7 +127,7 @@ def table(found: dict[str, dict[str, Found]]) -> str:
 def means(found: dict[str, dict[str, Found]]) -> str:
     """A column for each method, and the sentence on goals."""
     methods = list(next(iter(found.values())))[::-1]
-    head = ("equation", *map(_shown, methods), "of Adam's error")
+    head = ("equation", *map(_shown, methods), f"`{OURS}` / Adam")
     lines = [
         (name, *(f"{each[method].mean:.2g}" for method in methods), _part(each[OURS].mean / each["Adam"].mean))
         for name, each in found.items()
