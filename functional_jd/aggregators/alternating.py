@@ -47,7 +47,7 @@ def alternating(
 
     Returns:
         `(aggregator, optimizer)`, for one another. A step costs one backward pass, and memory for `m + 2` copies of the
-        parameters. To evaluate one loss only, let `losses` return that of the turn, `state.aggregator % m`.
+        parameters. To evaluate one loss only, let `losses` return that of index `state.aggregator % m`.
 
     Raises:
         TypeError, ValueError: a rule that needs losses; another number of losses than m or one; sharded parameters;
