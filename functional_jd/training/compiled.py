@@ -49,7 +49,8 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         RuntimeError: `f` decides by values, such as `if x > 0`, `x[mask]`, or `x.item()`; a tensor that was donated.
 
     Guarantees:
-        With `"eager"` the same bits; rounding if a rule chooses a solver by values (`config`, `imtl_g`).
+        With `"eager"` rows and weights have the same bits, except if a rule chooses a solver by values (`config`,
+        `imtl_g`). The direction of a rule that reads rows is equal to rounding: a graph sums them in float64.
         Results carry no gradient. Writing `f` down leaves no trace in generators or arguments.
         A `RuntimeWarning` at the eighth graph: each call with other arguments compiles.
         Tensors of the closure of `f` are read in each call; other numbers once.

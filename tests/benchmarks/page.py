@@ -195,7 +195,7 @@ TABLES = {
             _memory(row),
         ],
     ),
-    # An eager step, and the same bits by the operators of its graph, without a compiler.
+    # An eager step, and the same step by the operators of its graph, without a compiler.
     "operators": _of_float32(
         [
             *("float32", "eager to TorchJD", "operators to TorchJD"),
