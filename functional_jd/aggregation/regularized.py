@@ -47,7 +47,7 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
         m = loss_count(losses)
         given = indices_of("fixed", chosen, losses, m)
         if len(given) == m:
-            refuse("fixed", "some of the objectives", [*chosen], "Leave one to the rule.", ValueError)
+            refuse("fixed", f"fewer than the {m} objectives", m, "Leave one to the rule.", ValueError)
         return [i for i in range(m) if i not in given], dict(zip(given, chosen.values(), strict=True))
 
     return of_some(rule, places)._replace(sensitivity=None)

@@ -145,7 +145,7 @@ def indices_of(argument: str, chosen: Iterable[str | int], losses: Losses, m: in
     names = objective_names(losses) if losses is not None else ()
     known = {**dict(zip(names, range(m), strict=False)), **{i: i for i in range(m)}}
     if missing := [each for each in chosen if each not in known]:
-        cure = "Take names that objective_names(losses) returns, and pass losses to aggregate."
+        cure = "Pass losses as a dict with these names: objective_names(losses) lists them."
         refuse(argument, f"indices below {m} or names of {names[:5]}", missing[0], cure, ValueError)
     return [known[each] for each in chosen]
 
