@@ -9,7 +9,7 @@ from functional_jd.aggregation.combine import combine, zero_rows
 from functional_jd.aggregation.groups import from_part, view_of_groups
 from functional_jd.aggregation.hyper_parameters import FINITE, PREFERENCES, Numbers, per_objective, preferences
 from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
-from functional_jd.aggregation.lifts import held, learned_with, scalarized, scalarized_with, stateless
+from functional_jd.aggregation.lifts import held, learned_with, remembering, scalarized, scalarized_with, stateless
 from functional_jd.aggregation.regularized import of_reached, of_some
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, cross_gramian, equal_weights, full_jacobian, gramian

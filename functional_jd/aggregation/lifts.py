@@ -76,14 +76,24 @@ def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]
     return stateless(losses, gradient)
 
 
-def learned_with(where: str, s: Callable[[Tensor, Tensor], Tensor], rate: Number) -> Aggregator:
+def learned_with(where: str, name: str, s: Callable[[Tensor, Tensor], Tensor], rate: Number) -> Aggregator:
     """A rule that minimises `s(losses, v)` in both: v, from 0, takes a gradient step a call; NaN for losses below 0."""
 
     def update(values: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         weights, slope = torch.func.grad(s, argnums=(0, 1))(values, v)
         return nan_unless(values >= 0, weights), v - rate * slope
 
-    return Aggregator(losses, torch.zeros_like, update, takes=(where, NOT_NEGATIVE))
+    return remembering(name, losses, torch.zeros_like, update)._replace(takes=(where, NOT_NEGATIVE))
+
+
+def remembering(name: str, view: View, init: Callable[..., Tensor], update: Any, *more: Any) -> Aggregator:
+    """A rule whose memory is a tensor, `{name: tensor}`, so that no other rule takes it for its own."""
+
+    def named(received: Any, memory: dict[str, Tensor]) -> tuple[Weights, Tree]:
+        weights, new = update(received, memory[name])
+        return weights, {name: new}
+
+    return Aggregator(view, lambda received: {name: init(received)}, named, *more)
 
 
 class HeldState(NamedTuple):
@@ -104,9 +114,6 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         gradients, has the weights of the last call of `fresh`, and returns the state unchanged: a step with it costs
         one weighted backward pass. Start with `fresh`: before its first call, `repeated` has the weights of the batch
         that the state was started with.
-
-    Raises:
-        TypeError, ValueError: `rule` is not a rule with weights `[m]`; `repeated` without a state of `fresh`.
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.
@@ -130,10 +137,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
 
 
 def _cannot_start(view: Any) -> Tree:  # noqa: ARG001
-    raise ValueError(
-        "held: the second rule of the pair repeats the weights of the first, and cannot start. Give the first one to "
-        "train_state, or to aggregate without a state."
-    )
+    raise ValueError("held: the second rule of a pair cannot start. Give the first one to train_state or aggregate.")
 
 
 def _repeat(view: Tensor, state: HeldState) -> tuple[Weights, HeldState]:

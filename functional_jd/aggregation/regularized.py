@@ -54,9 +54,7 @@ def regularized(rule: Aggregator, fixed: Mapping[str, Number]) -> Aggregator:
 
 
 def of_some(rule: Aggregator, places: Callable[[Losses], tuple[Sequence[int], Mapping[int, Number]]]) -> Aggregator:
-    """A rule that gives weights to some objectives, as `rule` does of these alone, and fixed ones to others, or 0:
-    `places(losses)` returns the places of the former, and the fixed weights by place.
-    """
+    """`rule` for some objectives alone, and fixed weights, or 0, for others: `places(losses)` returns both by place."""
     inner = as_view(rule.view)
 
     def receive(seen: Observation) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Numbers, losses, per_objective
+from functional_jd.aggregation import Aggregator, Numbers, losses, per_objective, remembering
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Domain, Number, number
 
 _BOUNDS = Domain(lambda u: u > -math.inf, "numbers, or math.inf for none", "Bound some losses from above.")
@@ -23,7 +23,7 @@ def constrained(bounds: Numbers, rate: Number = 0.1, damping: Number = 1.0) -> A
         damping: weight of e, against oscillation by large rates; not negative. Take `total()` until bounds nearly hold.
 
     Returns:
-        A rule that needs the losses only. Its state is the multipliers, float64 `[m]`. Weights are not negative.
+        A rule that needs the losses only. Its state is `multipliers`, float64 `[m]`. Weights are not negative.
 
     Guarantees:
         It rests where the conditions of Karush, Kuhn and Tucker hold, with the multipliers as weights: no bound is
@@ -48,4 +48,4 @@ def constrained(bounds: Numbers, rate: Number = 0.1, damping: Number = 1.0) -> A
         multipliers = (multipliers + rate * excess).clamp(min=0)
         return (multipliers + damping * excess).clamp(min=0), multipliers
 
-    return Aggregator(losses, init, update)
+    return remembering("multipliers", losses, init, update)

@@ -96,9 +96,7 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
 def _adam(state: FamoState, gradient: Tensor, rate: Number) -> tuple[Tensor, Tensor, Tensor]:
     """An Adam step, counted from the second call on, as the first one has gradient zero."""
     step = state.calls.clamp(min=1).to(state.logits.dtype)  # of integers a float32 power would lose half of the digits
-    first, second = (
-        beta * old + (1 - beta) * new
-        for beta, old, new in zip(_BETAS, (state.first, state.second), (gradient, gradient * gradient), strict=True)
-    )
+    first = _BETAS[0] * state.first + (1 - _BETAS[0]) * gradient
+    second = _BETAS[1] * state.second + (1 - _BETAS[1]) * (gradient * gradient)
     mean, square = first / (1 - _BETAS[0] ** step), second / (1 - _BETAS[1] ** step)
     return state.logits - rate * mean / (sqrt_or_zero(square, square == 0) + _EPSILON), first, second

@@ -16,7 +16,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
         rate: learning rate of the log-scales, positive, for one step of gradient descent per call.
 
     Returns:
-        A rule that needs the losses only. Weights are positive. Its state is the log-scales, `[m]`.
+        A rule that needs the losses only. Weights are positive. Its state is `log_scales`, `[m]`.
 
     Guarantees:
         Constant losses converge to `exp(v) = 1 / L`; `uw(2 rate)` has half the weights. Losses must be positive: v
@@ -28,7 +28,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
-    return learned_with("imtl_l", value, rate)
+    return learned_with("imtl_l", "log_scales", value, rate)
 
 
 def value(losses: Tensor, log_scales: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Jacobian, Observation, View, full_jacobian, places_of
+from functional_jd.aggregation import Aggregator, Jacobian, Observation, View, full_jacobian, places_of, remembering
 from functional_jd.core.arguments import BELOW_1, Number, number, refuse
 from functional_jd.core.float64 import on_wide_device
 from functional_jd.core.rows import as_matrix
@@ -45,7 +45,7 @@ def learning_rate_annealing(primary: str | int = 0, momentum: Number = 0.9) -> A
         return *_entries(full_jacobian.receive(seen)), places_of([primary], seen)
 
     view = View(receive, "rows", losses=isinstance(primary, str))
-    return Aggregator(view, lambda received: torch.ones_like(received[0]), update)
+    return remembering("ratios", view, lambda received: torch.ones_like(received[0]), update)
 
 
 def _entries(jacobian: Jacobian) -> tuple[Tensor, Tensor]:

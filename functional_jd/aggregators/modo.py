@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, cross_gramian
+from functional_jd.aggregation import Aggregator, cross_gramian, remembering
 from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.solvers.linear_program import simplex_projection
 
@@ -38,4 +38,4 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
         w = simplex_projection(w - rate * (A @ w + ridge * w))
         return w, w
 
-    return Aggregator(cross_gramian, lambda A: torch.full_like(A[0], 1 / len(A)), update)
+    return remembering("weights", cross_gramian, lambda A: torch.full_like(A[0], 1 / len(A)), update)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, Gramian, Numbers, Solver, gramian, per_objective, runs_on_host
+from functional_jd.aggregation.lifts import remembering
 from functional_jd.core.arguments import BELOW_1, FROM_0_TO_1, Number, number
 from functional_jd.core.safe import cosines, nonzero, order_of
 from functional_jd.solvers.lcp import linear_complementarity
@@ -60,7 +61,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         scale = torch.where(vanishing, 0, norms_or_zero[0] / torch.where(vanishing, 1, square).sqrt())
         return w / norms * scale, squares
 
-    return Aggregator(gramian, lambda G: torch.zeros_like(G[0]), update, runs_on_host(solver, tau, beta))
+    return remembering("squares", gramian, lambda G: torch.zeros_like(G[0]), update, runs_on_host(solver, tau, beta))
 
 
 def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:

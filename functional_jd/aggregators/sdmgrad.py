@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, Numbers, Solver, cross_gramian, preferences, runs_on_host
+from functional_jd.aggregation import Aggregator, Numbers, Solver, cross_gramian, preferences, remembering, runs_on_host
 from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, check_integer, number
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.solvers.linear_program import simplex_projection
@@ -62,7 +62,7 @@ def sdmgrad(
         return (w + pull * u) / (1 + pull), w
 
     start = lambda A: torch.full_like(A[0], 1 / len(A))
-    return Aggregator(cross_gramian, start, update, runs_on_host(solver, rate, momentum, pull))
+    return remembering("inner", cross_gramian, start, update, runs_on_host(solver, rate, momentum, pull))
 
 
 def _normalised(A: Tensor) -> Tensor:

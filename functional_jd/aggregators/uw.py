@@ -16,7 +16,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
         rate: learning rate of the log-variances, positive, for one step of gradient descent per call.
 
     Returns:
-        A rule that needs the losses only. Weights are positive. Its state is the log-variances, `[m]`.
+        A rule that needs the losses only. Weights are positive. Its state is `log_variances`, `[m]`.
 
     Guarantees:
         Constant losses converge to `exp(v) = L`. Losses must be positive: v diverges at 0, and weights are NaN below.
@@ -28,7 +28,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("rate", rate, POSITIVE, "The default is 0.1.")
 
-    return learned_with("uw", value, rate)
+    return learned_with("uw", "log_variances", value, rate)
 
 
 def value(losses: Tensor, log_variances: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ def accumulate(
     check_losses(losses, 0, False)
     check_rule(aggregator)
     own = detach_parameters(params)
+    check_tensors("buffers", buffers)
     check_tensors("state", state, "what the last call returned, or None", "Pass found.state.")
     parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]

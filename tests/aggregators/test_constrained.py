@@ -42,9 +42,9 @@ def test_it_leads_where_slsqp_does_and_rests_there(name):
     for _ in range(3000):
         state, info = take(state)
     check_within(state.params, torch.tensor(expected), half_the_digits() * 4)  # SLSQP differentiates by differences
-    check_within(info.weights, state.aggregator, half_the_digits() * 4)
+    check_within(info.weights, state.aggregator["multipliers"], half_the_digits() * 4)
     slack = torch.stack(list(info.losses)) < torch.tensor(bounds) - 0.5
-    assert not state.aggregator[slack & (torch.tensor(bounds) < inf)].any()
+    assert not state.aggregator["multipliers"][slack & (torch.tensor(bounds) < inf)].any()
 
 
 @given(
@@ -63,7 +63,7 @@ def test_weights_are_those_of_the_formula_by_hand(calls, bounds, rate, damping):
         losses = torch.tensor(values, dtype=torch.float64)
         found = jd.aggregate(rule, torch.zeros(3, 2), state, losses=losses)
         state = found.state
-        check_within(state, torch.from_numpy(multipliers), 2**8 * eps() * (1 + rate))
+        check_within(state["multipliers"], torch.from_numpy(multipliers), 2**8 * eps() * (1 + rate))
         if all(values):
             weights = np.maximum(0, multipliers + damping * excess)
             check_within(found.weights, torch.from_numpy(weights), 2**8 * eps() * (1 + rate + damping))
@@ -90,7 +90,7 @@ def test_a_bound_that_is_not_finite_flags_its_loss_alone_and_the_multipliers_sta
     state = jd.train_state(torch.ones(2), fine, scale=jd.scale_state(2.0**8, shape=2), **how)
     state, info = jd.step(state, fine, **how)
     assert info.moved
-    assert state.aggregator[1] > 0
+    assert state.aggregator["multipliers"][1] > 0
     after, info = jd.step(state, fine * torch.nan, **how)
     assert info.finite.tolist() == [True, False]
     torch.testing.assert_close(after, state, rtol=0, atol=0)
@@ -111,4 +111,4 @@ def test_the_trunk_of_multitask_losses_in_float16_meets_the_bound():
     check_within(state.params["shared"], torch.ones(1, 1), 2 * eps(torch.float16))
     named = {"aggregator": how["aggregator"]}
     loaded = jd.from_checkpoint(jd.to_checkpoint(state, **named), like=state, **named)
-    assert torch.equal(loaded.aggregator, state.aggregator)
+    assert torch.equal(loaded.aggregator["multipliers"], state.aggregator["multipliers"])

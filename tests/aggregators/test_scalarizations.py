@@ -44,9 +44,9 @@ GRADIENTS = {
     "tchebycheff": (jd.tchebycheff(), lambda x: x.max() / 3, None),
     "tchebycheff with all": (jd.tchebycheff(QUARTERS, Z), lambda x: (QUARTERS * (x - Z)).max(), None),
     "imtl_l": (jd.imtl_l(), lambda x: x.sum(), None),
-    "imtl_l later": (jd.imtl_l(), lambda x: (x * LEARNT.exp()).sum(), LEARNT),
+    "imtl_l later": (jd.imtl_l(), lambda x: (x * LEARNT.exp()).sum(), {"log_scales": LEARNT}),
     "uw": (jd.uw(), lambda x: x.sum() / 2, None),
-    "uw later": (jd.uw(), lambda x: (x / (2 * LEARNT.exp())).sum(), LEARNT),
+    "uw later": (jd.uw(), lambda x: (x / (2 * LEARNT.exp())).sum(), {"log_variances": LEARNT}),
 }
 
 
@@ -150,4 +150,4 @@ def test_losses_that_never_change_end_with_equal_weighted_losses(rule, share):
     start = calls(rule, LOSSES[:1])[0]
     assert start.tolist() == [[share] * 3]
     broken = jd.aggregate(rule, ROWS, losses=torch.tensor([1.0, math.nan, 1.0])).state
-    assert broken.isfinite().tolist() == [True, False, True]
+    assert next(iter(broken.values())).isfinite().tolist() == [True, False, True]

@@ -476,7 +476,11 @@ MISTAKES = {
     "complex losses": (lambda: jacobian_fn(lambda w: w + 1j)(W), TypeError, "found torch.complex64"),
     "no losses": (lambda: jacobian_fn(lambda w: {"a": w[:0]})(W), ValueError, "at least one objective, found none"),
     "nothing": (lambda: jacobian_fn(lambda w: None)(W), TypeError, "found None in 'value'"),
-    "no pair": (lambda: jacobian_fn(SUM, has_aux=True)(W), TypeError, r"a pair \(losses, aux\), found Tensor"),
+    "no pair": (
+        lambda: jacobian_fn(SUM, has_aux=True)(W),
+        TypeError,
+        r"a pair \(losses, aux\), as has_aux=True",
+    ),
     "scale": (
         lambda: jacobian_fn(lambda w: w, scale=torch.ones(2))(W),
         ValueError,

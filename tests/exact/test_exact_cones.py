@@ -129,7 +129,7 @@ def test_pcd_is_the_nearest_direction_that_gives_all_their_shares(Js, tau, beta)
             N, _ = unit_rows(E)
             squares = Decimal(beta) * squares + (1 - Decimal(beta)) * lengths(E) ** 2
             sizes = np.array([n / v.sqrt() if v else n for n, v in zip(lengths(E), squares, strict=True)])
-            check_within(state, floats(squares), 16 * eps() * floats(squares))
+            check_within(state["squares"], floats(squares), 16 * eps() * floats(squares))
             others = [j for j in range(1, len(J)) if sizes[j]]
             start, s = sizes[0] * N[0], np.array([Decimal(0)])
             if others:

@@ -149,7 +149,7 @@ def test_learned_scales(rule, sign):
                     check(found, expected, 2 * Decimal(eps()) * (1 + max(abs(v))) * expected + floor)
                 terms = Decimal(rate) * share * (exp(sign * v) * decimals(losses) + 1)
                 step = sign * Decimal(rate) * share * (1 - exp(sign * v) * decimals(losses))
-                found = decimals(result.state)
+                found = decimals(next(iter(result.state.values())))
                 check(found, v + step, 4 * Decimal(eps()) * (abs(v) + (1 + abs(v)) * terms) + floor)
                 state, v = result.state, found  # every step from where the last one led
 

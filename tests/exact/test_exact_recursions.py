@@ -96,7 +96,7 @@ def test_sdmgrad_steps_on_the_simplex_with_momentum(Js, rate, momentum, pull):
                 v = Decimal(momentum) * v + A @ (w + Decimal(pull) * U)
                 w = on_simplex(w - Decimal(rate) * v)
                 sensitivity = sensitivity * (1 + growth) + growth
-            check(decimals(result.state), w, 8 * sum(J.shape) * sensitivity)
+            check(decimals(result.state["inner"]), w, 8 * sum(J.shape) * sensitivity)
             expected = (w + Decimal(pull) * U) / (1 + Decimal(pull))
             check(decimals(result.weights), expected, 8 * sum(J.shape) * (sensitivity + max(U)))
             state = result.state
