@@ -26,10 +26,9 @@ def constrained(bounds: Numbers, rate: Number = 0.1, damping: Number = 1.0) -> A
         A rule that needs the losses only. Its state is `multipliers`, float64 `[m]`. Weights are not negative.
 
     Guarantees:
-        It rests where the conditions of Karush, Kuhn and Tucker hold, with the multipliers as weights: no bound is
-        exceeded, and where a loss is below its bound, its multiplier is 0. Without bounds, it is `total()`. A loss of
-        exactly 0 is absent: its multiplier stays. With `multitask` losses, the trunk meets the bounds: each head
-        minimises its own loss.
+        It rests where the conditions of Karush, Kuhn and Tucker hold, with the multipliers as weights. Without bounds,
+        it is `total()`. A loss of exactly 0 is absent: its multiplier stays. With `multitask` losses, the trunk meets
+        the bounds: each head minimises its own loss.
 
     Source:
         Platt & Barr, Constrained differential optimization, NeurIPS 1987: multipliers that ascend, and a damping;
