@@ -165,7 +165,8 @@ def _remembered(state: Any) -> str:
     if isinstance(state, Tensor):
         return "key" if state.dtype == torch.int64 else "a tensor"
     if isinstance(state, dict):
-        return "as its rules"
+        (name, value), *_ = state.items()
+        return name.replace("_", " ") if isinstance(value, Tensor) else "as its rules"
     return ", ".join(field.replace("_", " ") for field in getattr(state, "_fields", ()))
 
 

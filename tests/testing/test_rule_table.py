@@ -21,7 +21,7 @@ def test_every_rule_has_a_row():
         ("upgrad", "Gramian", ""),
         ("graddrop", "Jacobian", "key"),
         ("gradvac", "Gramian", "key, targets"),
-        ("modo", "Gramian of two batches", "a tensor"),
+        ("modo", "Gramian of two batches", "weights"),
         ("grouped", "as its rules", "as its rules"),
     ],
 )
