@@ -95,7 +95,7 @@ def aggregate(
         losses: the m values, for the rules that need `losses`.
 
     Returns:
-        `Aggregation(direction, weights, state)`. If the Jacobian is not finite, so is the direction.
+        `Aggregation(direction, weights, state)`. If the Jacobian is not finite, the direction is not finite either.
 
     Raises:
         TypeError: `aggregator` is not an `Aggregator`, or a leaf is not a floating-point tensor of rows.

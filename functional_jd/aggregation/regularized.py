@@ -106,13 +106,13 @@ def of_reached(rule: Aggregator) -> Aggregator:
 
     def update(received: Any, state: Tree) -> tuple[Weights, Tree]:
         losses, G = received[next(iter(received))] if isinstance(received, dict) else received
-        seen = Observation(losses, G)
-        weights, _ = rule.update(inner.receive(seen), ())
+        weights, _ = rule.update(inner.receive(Observation(losses, G)), ())
         if not isinstance(state, dict):
             return weights, state
         places: tuple[int, ...] = next(iter(state))
         part, others = of_some(rule, lambda _: (places, {})), set(range(len(weights))) - set(places)
-        alone, _ = part.update(as_view(part.view).receive(seen), ())
+        values = G.diagonal() if losses is None else losses  # by which `of_some` counts objectives
+        alone, _ = part.update(as_view(part.view).receive(Observation(values, G)), ())
         reached = torch.stack([G[i, i] != 0 for i in others]).any()
         return tree_map(lambda w, own: torch.where(reached, w, own), weights, alone), state
 

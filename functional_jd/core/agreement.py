@@ -4,7 +4,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -136,7 +136,7 @@ def _parts(value: Any) -> list[Any]:
         bound: Any = value
         return [bound.func, *bound.args, *bound.keywords.values()]
     if isinstance(value, FunctionType) and _is_own(value):
-        return [cell.cell_contents for cell in value.__closure__ or ()]
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # an empty one has none
     return []
 
 

@@ -57,7 +57,8 @@ def private(
         A batch without examples, as a Poisson sampler makes them, is a step of pure noise, with one loss of 0.
 
     Limits:
-        Buffers get no noise: keep none that follow the examples. `info` is not private. See `noised` and `clipped`.
+        Buffers get no noise: keep none that follow the examples. `info` is not private. The privacy spent is not
+        counted: skipped steps count too. See `noised` and `clipped`.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.

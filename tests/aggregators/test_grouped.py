@@ -332,6 +332,20 @@ def test_losses_that_do_not_reach_a_group_have_no_row_there(rule, engine):
     assert info.weights["some"][0] == 0
 
 
+def test_rows_that_exist_count_in_aggregate_too_and_give_the_derivatives_of_named_rows():
+    params = {"all": torch.ones(2, dtype=torch.float64), "some": torch.ones(2, dtype=torch.float64)}
+    for rule in (jd.mgda(), jd.cagrad(0.4), jd.imtl_g()):
+        found, named = (jd.grouped({"all": jd.mgda(), "some": rule}, rows) for rows in (None, {"some": [1, 2]}))
+        method = {"losses": in_part, "optimizer": jd.sgd(0.01), "aggregator": found}
+        state = jd.train_state(params, **method).aggregator
+        J, _ = jd.jacobian_fn(in_part)(params)
+        how = lambda J, state=state, found=found: jd.aggregate(found, J, state).direction["some"]
+        by_name = lambda J, named=named: jd.aggregate(named, J).direction["some"]
+        check_within(how(J), by_name(J), 64 * eps() * J["some"].abs().sum())
+        slopes = [torch.func.grad(lambda J, f=f: f(J).sum())(J)["some"] for f in (how, by_name)]
+        check_within(*slopes, 2**8 * eps() * (1 + slopes[1].abs().max()))
+
+
 def test_a_rule_around_groups_starts_from_the_rows_that_exist():
     params = {"all": torch.ones(2), "some": torch.ones(2)}
     rule = jd.grouped({"all": jd.total(), "some": jd.mgda()})

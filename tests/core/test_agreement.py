@@ -8,7 +8,7 @@ from simulated import simulated
 
 import functional_jd as fj
 from functional_jd.core import sharding
-from functional_jd.core.agreement import checksums, description, means_if_alike
+from functional_jd.core.agreement import checksums, description, function_names, means_if_alike
 
 
 class Ranks:
@@ -165,3 +165,18 @@ def test_positions_count_the_entries_of_a_leaf_or_a_row(shape):
     expected = torch.arange(torch.Size(shape).numel()).reshape(shape)
     assert torch.equal(sharding.positions(torch.zeros(shape)), expected)
     assert torch.equal(sharding.positions(torch.zeros(2, *shape), 1), expected)
+
+
+def test_a_function_whose_variable_has_no_value_yet_is_described():
+    def outer(assigned):
+        def own():
+            return later, weight
+
+        weight = torch.ones(2)
+        if assigned:
+            later = 3
+        own.__module__ = "functional_jd.a_rule"
+        return own
+
+    assert description(outer(True)) != description(outer(False))
+    assert function_names(outer(False))
