@@ -76,11 +76,7 @@ class Aggregation(NamedTuple):
 
 
 def aggregate(
-    aggregator: Aggregator,
-    jacobian: Jacobian,
-    state: Tree = None,
-    *others: Jacobian,
-    losses: Losses = None,
+    aggregator: Aggregator, jacobian: Jacobian, state: Tree = None, *others: Jacobian, losses: Losses = None
 ) -> Aggregation:
     """Combine the rows of a Jacobian into one direction with the weights of a rule.
 
@@ -176,8 +172,8 @@ def apply_rule(
     """The weights and the next state of a rule, from the data that its view receives. An objective whose loss
     is exactly 0, with a row of zeros, is absent: what the rule remembers of it stays. The caller switches autocast off.
 
-    Raises ValueError for a state of another rule, or for other objectives: if `update` raises or drops it, and if it is
-    `fixed`, as in a step, also if it does not keep its structure.
+    Raises ValueError for a state of another rule or for other objectives, if `update` raises or drops it; if it is
+    `fixed`, as in a step, also for one that does not come back with its structure, shapes and dtypes.
     """
     if state is None:
         initial = aggregator.init(received)
@@ -199,9 +195,13 @@ def apply_rule(
             raise
         _refuse_other_state(aggregator, received, state, error)
         raise
-    # A state that comes back as it was needs no comparison with itself; `aggregate` refuses one that is dropped.
-    if new is not state and (tree_difference(state, new) if fixed else remembers and new == ()):
+    if new is not state and (difference := tree_difference(state, new) if fixed else remembers and new == ()):
         _refuse_other_state(aggregator, received, state, None)
+        if fixed:
+            raise ValueError(
+                f"{here()}: the memory that the rule's update returns must be like that of its init, {difference}. "
+                "Keep its structure, shapes and dtypes."
+            )
     return weights, _remembered(state, new, seen) if remembers and new is not state else new
 
 

@@ -242,7 +242,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         others = leaves_like(structure, old)
     except ValueError as error:
         raise ValueError(
-            f"select: new and old must have the same structure, found two. {error} "
+            f"{here()}: new and old must have the same structure, found two. {error} "
             "If a state is None before the first step, initialise it first."
         ) from error
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
@@ -250,7 +250,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         alike = tensors and leaf.dtype == other.dtype and leaf.shape == other.shape
         if not (alike and same_layout(leaf, other)):
             raise TypeError(
-                "select: every leaf must be a tensor, with the same shape and dtype in new and old, found "
+                f"{here()}: every leaf must be a tensor, with the same shape and dtype in new and old, found "
                 f"{_described(leaf)} and {_described(other)} in {tree_names(new)[index]!r}. "
                 "A step must keep the shapes and dtypes of its state."
             )

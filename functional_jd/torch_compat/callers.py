@@ -13,7 +13,7 @@ _ROOT = __name__.partition(".")[0]
 OURS = str(Path(__file__).parents[1])
 TORCH = str(Path(torch.__file__).parent)
 # Public functions that are called by what a step calls.
-_SPEAK_FOR_OTHERS = {"require", "gramian", "norms", "cross_gramian", "full_jacobian"}
+_SPEAK_FOR_OTHERS = {"require", "gramian", "norms", "cross_gramian", "full_jacobian", "select"}
 
 
 class SlowPathWarning(UserWarning):

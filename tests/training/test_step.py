@@ -588,15 +588,23 @@ def test_the_direction_is_gone_before_the_step_chooses():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("changed", "place"), [("params", "params"), ("memory", "optimizer"), ("rule", "aggregator")])
-def test_a_dtype_that_changes_is_named(changed, place):
+OTHER_DTYPES = {
+    "params": (TypeError, "step: every leaf .* found torch.float64.* in 'params'"),
+    "memory": (TypeError, "step: every leaf .* found torch.float64.* in 'optimizer'"),
+    "rule": (ValueError, "step: the memory that the rule's update returns .* found torch.float64"),
+    "names": (ValueError, "step: the memory that the rule's update returns .* expected Tensor, found dict"),
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_DTYPES)
+def test_a_dtype_that_changes_is_named(changed):
     bent = lambda name, x: x.double() if changed == name else x
 
     def update(direction, memory, params):
         return bent("params", params - direction), bent("memory", memory + 1)
 
     def weigh(G, memory):
-        return torch.ones(2) / 2, bent("rule", memory + 1)
+        return torch.ones(2) / 2, {"n": memory} if changed == "names" else bent("rule", memory + 1)
 
     how = {
         "losses": lambda w: torch.stack([w.sum(), (w - 1).square().sum()]),
@@ -604,5 +612,6 @@ def test_a_dtype_that_changes_is_named(changed, place):
         "optimizer": fj.Optimizer(lambda params: torch.zeros(()), update),
     }
     state = fj.train_state(torch.ones(3), **how)
-    with pytest.raises(TypeError, match=rf"^select: .*found torch.float64.* in '{place}'"):
+    error, words = OTHER_DTYPES[changed]
+    with pytest.raises(error, match=f"^{words}"):
         fj.step(state, **how)
