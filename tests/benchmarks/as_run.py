@@ -37,27 +37,16 @@ _QUICK = {
 _APART = {"float32": 0.05, "bfloat16": 0.3, "float16": 0.3}
 
 
-def as_run_races(toy: bool = False, device: str = "cpu") -> list[Race]:
-    """Every case in every precision, eager."""
-    return [
-        _race("as run", *case, precision, _eager, device) for precision in PRECISIONS for case in _cases(toy, device, 0)
-    ]
-
-
-def compiled_races(toy: bool = False, device: str = "cpu", backend: str = "inductor") -> list[Race]:
-    """The same, our step in one graph; the peer does not compile."""
-    sides = partial(_compiled, backend)
-    return [
-        _race("compiled", *case, precision, sides, device)
-        for precision in PRECISIONS
-        for case in _cases(toy, device, 1)
-    ]
+def races_of(table: str, toy: bool = False) -> list[Race]:
+    """Every case in every precision, "as run" or "compiled": our step in one graph; the peer does not compile."""
+    sides, form = (_compiled, 1) if table == "compiled" else (_eager, 0)
+    return [_race(table, *case, precision, sides) for precision in PRECISIONS for case in cases(toy, form)]
 
 
 Case = tuple[str, str, Make, tuple[Goal, ...]]
 
 
-def _cases(toy: bool, device: str, form: int) -> list[Case]:
+def cases(toy: bool, form: int) -> list[Case]:
     """Name, size, model and goals; `form` 0: eager, 1: compiled."""
     trunks, m = (TOYS, 4) if toy else (TRUNKS, _EXAMPLES)
     found: list[Case] = []
@@ -69,12 +58,12 @@ def _cases(toy: bool, device: str, form: int) -> list[Case]:
             means = () if mean is None else (Goal("mean", "plain", mean),)
             stacked = () if form else (Goal("stacked", "JD", goals[form]),)
             own = (Goal("ours", "JD", goals[form]), *stacked, *means, *close)
-            found.append((name, f"T={n}", partial(tasks, trunk, n, batch, device), own))
+            found.append((name, f"T={n}", partial(tasks, trunk, n, batch), own))
     for name, goals in _EACH.items():
         goal = Goal("ours", "JD", goals[form])
-        found.append((f"{name}, each", f"m={_EXAMPLES}", partial(examples, trunks[name], m, device), (goal,)))
+        found.append((f"{name}, each", f"m={_EXAMPLES}", partial(examples, trunks[name], m), (goal,)))
     points, width = (4, 4) if toy else (256, 32)
-    return [*found, ("Burgers", "m=3", partial(burgers, points, width, device), ())]
+    return [*found, ("Burgers", "m=3", partial(burgers, points, width), ())]
 
 
 def _race(
@@ -85,7 +74,6 @@ def _race(
     goals: tuple[Goal, ...],
     precision: str,
     sides: Callable[[Make, str, tuple[str, ...]], dict[str, Side]],
-    device: str,
 ) -> Race:
     # In half precision a form of the losses costs the same as in float32, and `mean` is a matter of float32.
     judged = tuple(goal for goal in goals if precision == "float32" or goal.ours == "ours")
@@ -97,7 +85,6 @@ def _race(
         size if precision == "float32" else f"{size} {precision}",
         partial(sides, make, precision, forms),
         judged,
-        device,
         quick=(name, size, precision) in _QUICK[table],
         tolerance=_APART[precision],
         weighed=("JD", "ours"),
@@ -108,11 +95,10 @@ def _eager(make: Make, precision: str, forms: tuple[str, ...]) -> dict[str, Side
     return _others(make, precision) | _ours(make, precision, forms, jd.step)
 
 
-def _compiled(backend: str, make: Make, precision: str, forms: tuple[str, ...]) -> dict[str, Side]:
+def _compiled(make: Make, precision: str, forms: tuple[str, ...]) -> dict[str, Side]:
     torch._dynamo.reset()  # sizes of the last case would make those of this one dynamic
-    compile_ = partial(torch.compile, fullgraph=True, backend=backend)
-    sides = {"plain compiled": plain(make, precision, compile_)}
-    return _others(make, precision) | sides | _ours(make, precision, forms, jd.compiled(jd.step, backend=backend))
+    sides = {"plain compiled": plain(make, precision, partial(torch.compile, fullgraph=True))}
+    return _others(make, precision) | sides | _ours(make, precision, forms, jd.compiled(jd.step))
 
 
 def _others(make: Make, precision: str) -> dict[str, Side]:

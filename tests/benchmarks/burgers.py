@@ -42,19 +42,18 @@ class Burgers(OneModel):
         return sum(self.forward()) / 3
 
 
-def burgers(points: int, width: int, device: str = "cpu") -> Burgers:
+def burgers(points: int, width: int) -> Burgers:
     """So many points inside and at the start, always the same ones, and three hidden layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = [nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)]
-        model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, 1)).to(device)
+        model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, 1))
         inside, start, edge = (
             torch.rand(points, 2) * torch.tensor([1.0, 2.0]) - torch.tensor([0.0, 1.0]) for _ in "123"
         )
     start[:, 0] = 0
     edge[:, 1] = edge[:, 1].sign()
-    batch = (inside, start, -torch.sin(pi * start[:, 1:]), edge)
-    return Burgers(model, tuple(x.to(device) for x in batch))
+    return Burgers(model, (inside, start, -torch.sin(pi * start[:, 1:]), edge))
 
 
 def _losses(

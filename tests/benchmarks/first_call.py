@@ -33,7 +33,9 @@ def lines(options: Any) -> Iterator[str]:
         yield json.dumps(measured(*options.one, options.toy, options.backend))
         return
     rows: list[tuple[str, ...]] = []
-    for name, size, *_ in _cases(options.toy):
+    from as_run import cases
+
+    for name, size, *_ in cases(options.toy, 1):
         if name in (options.models or [name]) and size in (options.sizes or [size]):
             rows.append(cells(name, size, *(_twice(name, size, side, options) for side in ("ours", "plain"))))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
@@ -43,6 +45,7 @@ def lines(options: Any) -> Iterator[str]:
 def measured(name: str, size: str, side: str, toy: bool = False, backend: str = "inductor") -> Found:
     """Compile one side in this process, with the cache that there is, and take some steps."""
     import torch
+    from as_run import cases
     from steps import ours, plain
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
@@ -50,7 +53,7 @@ def measured(name: str, size: str, side: str, toy: bool = False, backend: str = 
     import functional_jd as jd
 
     torch.set_num_threads(1)
-    make = next(case[2] for case in _cases(toy) if case[:2] == (name, size))
+    make = next(case[2] for case in cases(toy, 1) if case[:2] == (name, size))
     take = jd.compiled(jd.step, backend=backend)
     if side == "ours":
         compiled, eager = ours(make, "float32", step=take), ours(make, "float32")
@@ -88,12 +91,6 @@ def _milliseconds(call: Callable[[], Any]) -> float:
         call()
         found.append(time.process_time() - start)
     return median(found) * 1e3
-
-
-def _cases(toy: bool) -> list[Any]:
-    from as_run import _cases as cases
-
-    return cases(toy, "cpu", 1)
 
 
 def _twice(name: str, size: str, side: str, options: Any) -> tuple[Found, Found]:

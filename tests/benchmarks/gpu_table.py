@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from memory import peak_memory
 from models import Tasks, Trunk, dense, tasks, transformer, values
+from page import put
 from page import table as markdown
-from page import with_table
 from steps import loop, of_mean, of_tasks
 from torch import Tensor, nn
 
@@ -177,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{machine(device)}\n\n{text}")
     for page in options.pages:
         for name, made in (("gpu", text), ("gpu, in short", summary(rows))):
-            if f", {name} -->" in (page_text := page.read_text()):
-                page.write_text(with_table(page_text, name, made, "gpu_table.py"))
+            if f", {name} -->" in page.read_text():
+                put(page, name, made, "gpu_table.py")
 
 
 def sides(case: Case) -> dict[str, Callable[[], Step]]:

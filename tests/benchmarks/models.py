@@ -171,14 +171,14 @@ def tasks(trunk: Callable[[], Trunk], n: int, batch: int, device: str = "cpu") -
     return Tasks(body.to(device), heads.to(device), (x.to(device), y.to(device)))
 
 
-def examples(trunk: Callable[[], Trunk], m: int, device: str = "cpu", classes: int = 10) -> Examples:
+def examples(trunk: Callable[[], Trunk], m: int, classes: int = 10) -> Examples:
     """A classifier and so many examples, always the same ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(m)
         body, width, shape = trunk()
         model = nn.Sequential(body, nn.Linear(width, classes))
         x, y = torch.randn(m, *shape), torch.randint(classes, (m,))
-    return Examples(model.to(device), (x.to(device), y.to(device)))
+    return Examples(model, (x, y))
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:

@@ -6,10 +6,15 @@ these files do not hold are left empty. Without files, only `docs/benchmarks.svg
 
 import argparse
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script finds the neighbours of its folder too
+from pages import line as line
+from pages import table, write_between
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "benchmarks.md", Path(__file__).parent / "REPORT.md")
@@ -25,18 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="what the bench wrote with --json; later files count more")
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES)
-    parser.add_argument("--tables", nargs="+", choices=tuple(TABLES), default=tuple(TABLES))
     options = parser.parse_args(arguments)
     found = [json.loads(file.read_text()) for file in options.files]
     eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
-    texts = {path: path.read_text() for path in options.pages}
-    for name in options.tables if found else ():
-        path = next((path for path, text in texts.items() if BEGIN.format(name) in text), options.pages[0])
-        texts[path] = with_table(texts[path], name, TABLES[name](eager, compiled))
-    for path, text in texts.items():
-        path.write_text(text)
-    if "cpu" in options.tables:
-        draw(cpu_rows(texts[options.pages[0]]), options.pages[0].with_suffix(".svg"))
+    for name in TABLES if found else ():
+        path = next((path for path in options.pages if BEGIN.format(name) in path.read_text()), options.pages[0])
+        put(path, name, TABLES[name](eager, compiled))
+    draw(cpu_rows(options.pages[0].read_text()), options.pages[0].with_suffix(".svg"))
 
 
 def cpu_rows(text: str) -> dict[str, dict[str, float]]:
@@ -70,19 +70,14 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def with_table(text: str, name: str, table: str, script: str = "page.py") -> str:
-    """The text of a page with the table between its marks replaced."""
-    begin, end = BEGIN.replace("page.py", script).format(name), END.format(name)
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    if not after:
-        raise SystemExit(f"expected a page with the marks {begin!r} and {end!r}")
-    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+def put(path: Path, name: str, table: str, script: str = "page.py") -> None:
+    """Replace the table of this name, which a script makes, on a page."""
+    write_between(path, BEGIN.replace("page.py", script).format(name), END.format(name), table)
 
 
 def _rows(found: Iterable[Row], table: str) -> Rows:
     races = [race for facts in found for race in facts["races"]]
-    return {(race["name"], race["size"]): race for race in races if race["table"] == table and race["device"] == "cpu"}
+    return {(race["name"], race["size"]): race for race in races if race["table"] == table}
 
 
 def _memory(row: Row) -> str:
@@ -111,14 +106,6 @@ def _goal(row: Row | None, pair: str) -> str:
     return next((f"{f['goal']:.2f}" for f in figures if f"{f['ours']}/{f['against']}" == pair), "-")
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---") -> str:
-    return "\n".join(map(line, [head, ["---", *[align] * (len(head) - 1)], *lines]))
-
-
-def line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def command(file: str, doc: str | None, tables: dict[str, Callable[[Any], Iterable[str]]], **options: Any) -> None:
     """A script: lines of tables by name, printed as they come, and put between the marks of a page if there is one.
 
@@ -138,8 +125,7 @@ def command(file: str, doc: str | None, tables: dict[str, Callable[[Any], Iterab
                 print(each, flush=True)
                 found.append(each)
             if given.page:
-                text = with_table(given.page.read_text(), name, "\n".join(found), Path(file).name)
-                given.page.write_text(text)
+                put(given.page, name, "\n".join(found), Path(file).name)
 
 
 def several(names: Iterable[str]) -> dict[str, Any]:

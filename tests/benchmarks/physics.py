@@ -20,8 +20,8 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 import torch
 from equations import EQUATIONS, Equation
+from page import put
 from page import table as markdown
-from page import with_table
 from physics_methods import Maker, Method, contenders, forget
 
 SEEDS = range(3)
@@ -173,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.root:
         pages = ("tests/benchmarks/REPORT.md", "equations", table), ("docs/guides/physics.md", "errors", means)
         for page, name, made in pages:
-            path = options.root / page
-            path.write_text(with_table(path.read_text(), name, made(found), "physics.py"))
+            put(options.root / page, name, made(found), "physics.py")
 
 
 if __name__ == "__main__":

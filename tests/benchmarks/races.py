@@ -3,12 +3,10 @@
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 from timeit import Timer
 from typing import Any, NamedTuple
 
-import torch
 from memory import peak_memory
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -19,6 +17,7 @@ _TOLERANCE = 1e-3
 _SAMPLE = 1e-3
 # What takes seconds still gets so many rounds: without them there are no quartiles.
 FEWEST = 3
+_MOST = 200
 # A round that takes longer is worth a look for garbage: gigabytes of the peer's graphs would pile up otherwise.
 _HEAVY = 0.2
 
@@ -49,7 +48,6 @@ class Race(NamedTuple):
     size: str
     build: Callable[[], dict[str, Side]]
     goals: tuple[Goal, ...] = ()
-    device: str = "cpu"
     quick: bool = False  # whether `--quick` keeps it
     tolerance: float = _TOLERANCE
     weighed: tuple[str, ...] | None = None  # whose memory is measured; `None`: everybody's
@@ -78,18 +76,17 @@ class Standing(NamedTuple):
     difference: dict[str, float]
     refused: dict[str, str]
     rounds: int
-    device: str
 
 
-def run(race: Race, seconds: float, rounds: int) -> Standing:
+def run(race: Race, seconds: float) -> Standing:
     """Check that all sides agree, then time them in turns for about so many seconds, then weigh them."""
     sides, refused, difference = _agreeing(race.build(), race.tolerance)
     gc.collect()
-    calls, times = _timed([side.call for side in sides.values()], seconds, rounds, race.device)
+    rounds, times = _timed([side.call for side in sides.values()], seconds)
     columns = dict(zip(sides, times, strict=True))
     medians = {name: statistics.median(column) for name, column in columns.items()}
     weighed = [name for name in sides if race.weighed is None or name in race.weighed]
-    memory = {name: peak_memory(sides[name].call, race.device) for name in weighed}
+    memory = {name: peak_memory(sides[name].call) for name in weighed}
     figures = [_judged(goal, columns) for goal in race.goals]
     ratios = {
         f"{name}/{other}": _ratio(columns[name], columns[other])
@@ -98,7 +95,7 @@ def run(race: Race, seconds: float, rounds: int) -> Standing:
         if other in columns and name != other
     }
     how = race.table, race.name, race.size
-    return Standing(*how, medians, memory, ratios, figures, difference, refused, calls, race.device)
+    return Standing(*how, medians, memory, ratios, figures, difference, refused, rounds)
 
 
 def _agreeing(sides: dict[str, Side], tolerance: float) -> tuple[dict[str, Side], dict[str, str], dict[str, float]]:
@@ -131,13 +128,13 @@ def _graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _timed(sides: Sequence[Call], seconds: float, rounds: int, device: str) -> tuple[int, list[list[float]]]:
+def _timed(sides: Sequence[Call], seconds: float) -> tuple[int, list[list[float]]]:
     """How many rounds take about so many seconds, and for each side the seconds per call in every round."""
-    timers = [Timer(side, timer=partial(_now, device)) for side in sides]
+    timers = [Timer(side, timer=perf_counter) for side in sides]
     once = [timer.timeit(1) for timer in timers]
     calls = [max(1, int(_SAMPLE / t)) for t in once]
     length = sum(t * n for t, n in zip(once, calls, strict=True))
-    rounds = min(rounds, max(FEWEST, int(seconds / length)))
+    rounds = min(_MOST, max(FEWEST, int(seconds / length)))
     times: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
         if length > _HEAVY:
@@ -145,12 +142,6 @@ def _timed(sides: Sequence[Call], seconds: float, rounds: int, device: str) -> t
         for timer, n, column in zip(timers, calls, times, strict=True):
             column.append(timer.timeit(n) / n)
     return rounds, times
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter()
 
 
 def apart(ours: Tensor, peer: Tensor) -> float:

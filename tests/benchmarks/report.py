@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Iterable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from races import Standing
@@ -15,11 +14,9 @@ TITLES = {
 }
 
 NOTES = """
-as run and compiled: ours, `step` with `upgrad`, `adamw` and default arguments, the losses a dict; stacked, the losses
-of tasks one tensor; operators, `compiled` with `backend="eager"`; mean, `step` with `mean`. JD, TorchJD's loop with
-`UPGrad`, torch's AdamW and, in float16, GradScaler: `mtl_backward` or `backward` with `jac_to_grad`, one row after the
-other where the default does not run; for examples the faster of `backward` and `autogram.Engine`. plain, training of
-the mean loss, compiled where it says so. limit, one forward pass, the heads once, the trunk once per task, and no more.
+ours, `step` with `upgrad`, `adamw` and default arguments, the losses a dict; stacked, the losses of tasks one tensor;
+operators, `compiled` with `backend="eager"`; mean, `step` with `mean`. JD, TorchJD's loop with `UPGrad`. plain,
+training of the mean loss, compiled where it says so. limit, one forward pass, the heads once, the trunk once per task.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer adds a ridge of 1e-4 to
@@ -36,7 +33,7 @@ def line(row: Standing) -> str:
         parts.append(f"{name} {middle:.3f} [{low:.3f} {high:.3f}]{goal}")
     parts += [f"{name} {size / 2**20:.1f} MB" for name, size in row.memory.items()]
     parts += [f"{name} {far:.0e} apart" for name, far in row.difference.items() if name != "ours"]
-    text = f"{row.name:18}{_place(row):16}" + "; ".join(parts)
+    text = f"{row.name:18}{row.size:16}" + "; ".join(parts)
     return text + "".join(f"\n    {name}: {reason}" for name, reason in row.refused.items())
 
 
@@ -46,24 +43,11 @@ def goals(rows: Iterable[Standing]) -> str:
     return f"{sum(found)} of {len(found)} goals reached"
 
 
-def _place(row: Standing) -> str:
-    return row.size if row.device == "cpu" else f"{row.size} {row.device}"
-
-
-def record(rows: Iterable[Standing], threads: int = 1) -> dict[str, Any]:
+def record(rows: Iterable[Standing]) -> dict[str, Any]:
     """Everything, with versions and machine."""
-    rows = list(rows)
     names = ("torch", "torchjd", "functional_jd", "numpy")
-    machine = {"system": platform.system(), "architecture": platform.machine(), "processor": _processor()}
-    malloc = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
     return {
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "machine": machine | {"cores": os.cpu_count(), "threads": threads, "load": os.getloadavg(), "malloc": malloc},
+        "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()},
         "races": [row._asdict() | {"figures": [figure._asdict() for figure in row.figures]} for row in rows],
     }
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor())

@@ -25,8 +25,8 @@ from races import Goal, Race, Side, run
 def test_quick_mode_runs_from_end_to_end(tmp_path):
     pytest.importorskip("torchjd")
     file = tmp_path / "bench.json"
-    command = [sys.executable, Path(__file__).parent, "--toy", "--quick", "--rounds", "2", "--json", file]
-    command += ["--device", "cpu", "--only", "as run", "tiny MLP"]
+    command = [sys.executable, Path(__file__).parent, "--toy", "--quick", "--json", file]
+    command += ["--only", "as run", "tiny MLP"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
@@ -50,7 +50,7 @@ def test_only_what_is_named_runs_and_graphs_only_by_name():
     _chosen, _options = bench._chosen, bench._options
 
     def chosen(*names):
-        return {(case.table, case.name) for case in _chosen(_options(["--toy", "--device", "cpu", *names]))}
+        return {(case.table, case.name) for case in _chosen(_options(["--toy", *names]))}
 
     assert {table for table, _ in chosen()} == {"as run"}
     assert chosen("--only", "compiled", "MLP") == {("compiled", "MLP"), ("compiled", "MLP, each")}
@@ -91,7 +91,7 @@ def clock(monkeypatch):
     """A clock that only the sides move on, and memory as they say; the calls of sides, in order."""
     now, log = [0.0], []
     monkeypatch.setattr(races, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(races, "peak_memory", lambda call, device: call() or 20)
+    monkeypatch.setattr(races, "peak_memory", lambda call: call() or 20)
 
     def side(name, seconds, direction=(1.0, 2.0)):
         def call():
@@ -105,7 +105,7 @@ def clock(monkeypatch):
 
 
 def race(sides, *goals, table="as run"):
-    return run(Race(table, "MLP", "T=2", lambda: sides, goals), seconds=1e-9, rounds=9)
+    return run(Race(table, "MLP", "T=2", lambda: sides, goals), seconds=1e-9)
 
 
 def test_the_sides_take_turns_and_each_answers_for_its_time(clock):
@@ -156,7 +156,7 @@ def test_peak_memory_counts_what_lives_at_once():
 @pytest.mark.parametrize("kind", ["tasks", "examples", "burgers"])
 def test_steps_are_those_of_the_peer(kind):
     pytest.importorskip("torchjd")
-    from as_run import compiled_races
+    from as_run import races_of
     from steps import limit, loop, of_mean, ours, peer
 
     make = {
@@ -174,7 +174,7 @@ def test_steps_are_those_of_the_peer(kind):
     for _ in range(2):
         torch.testing.assert_close(*(side.direction(side.call()) for side in sides))
     assert (limit(make, "float32") is None) == (kind == "examples")
-    sides = compiled_races(toy=True)[0].build()
+    sides = races_of("compiled", toy=True)[0].build()
     assert list(sides) == ["JD", "plain", "limit", "plain compiled", "ours", "mean"]
 
 
@@ -183,7 +183,7 @@ def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
     ratios = {"operators/JD": [0.5, 0.55, 0.6]}
     ratios |= {"ours/JD": [0.7, 0.75, 0.8], "ours/plain": [2.9, 3.0, 3.1], "ours/limit": [1, 1.5, 2]}
     figure = {"ours": "ours", "against": "JD", "goal": 0.7, "reached": False}
-    row = {"table": "as run", "name": "MLP", "size": "T=2", "device": "cpu", "seconds": times, "ratios": ratios}
+    row = {"table": "as run", "name": "MLP", "size": "T=2", "seconds": times, "ratios": ratios}
     row |= {"memory": {"JD": 100, "ours": 50}, "figures": [figure]}
     half = row | {
         "size": "T=2 bfloat16",

@@ -1,7 +1,6 @@
-"""How the pages of the study are written: tables in Markdown, methods by their names, differences in hundredths."""
+"""How the pages of the study are written: methods by their names, differences in hundredths."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from problems import PROBLEMS
 from study_cells import Cell
@@ -11,20 +10,6 @@ from study_statistics import REFERENCE, Difference
 Cells = dict[str, dict[str, Cell]]
 BASELINES = (REFERENCE, "start", "unit_sum", "random_search", "tpe", "grid")
 WORDS = ("better", "none seen", "worse")
-
-
-def table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def write_between(page: Path, begin: str, end: str, lines: Iterable[str]) -> None:
-    """Put lines between the marks of a page."""
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    if not found:
-        raise ValueError(f"write_between: expected the mark {begin!r}, found none in {page.name}. Put it back.")
-    page.write_text("\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2], encoding="utf-8")
 
 
 def spelled(method: str) -> str:

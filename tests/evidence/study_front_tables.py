@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
+from pages import table
 from problems import PROBLEMS
 from study_cells import Cell
-from study_format import Cells, points, signed, spelled, table
+from study_format import Cells, points, signed, spelled
 from study_fronts import FAMILIES, ON, PREFIX, beside_sums, sizes, utility, worth
 from study_statistics import difference
 from torch import Tensor
@@ -35,17 +36,13 @@ HOW_MANY = "Solutions on a front, the mean over draws, and the share of them who
 
 
 def front_tables(cells: Cells) -> list[str]:
-    """All that is said of fronts."""
+    """All that is said of fronts, by paragraphs."""
     names = [name for name in ON if SUMS in cells.get(name, {})]
-    if not names:
-        return ["### Fronts", "", "None has been trained so far."]
-    lines = ["### Fronts", "", WORDS, ""]
-    for title, measure in (("Area", worth), ("Utility", utility)):
-        lines += [*less_sums(cells, names, title, measure), ""]
-    return [*lines, HOW_MANY, "", *how_many(cells, names), "", SINGLE, "", *single_rules(cells, names)]
+    both = [less_sums(cells, names, *kind) for kind in (("Area", worth), ("Utility", utility))]
+    return ["### Fronts", WORDS, *both, HOW_MANY, how_many(cells, names), SINGLE, single_rules(cells, names)]
 
 
-def less_sums(cells: Cells, names: list[str], title: str, measure: Callable[..., Tensor]) -> list[str]:
+def less_sums(cells: Cells, names: list[str], title: str, measure: Callable[..., Tensor]) -> str:
     """A row a problem, a column a method: its measure less that of the sums, after all steps and at equal passes."""
     columns = [(family, 2) for family in families(cells, names)[1:]]
     columns += [(f, 1) for f, _ in columns if any(cells[n].get(PREFIX + f, {}).get("passes") == 2 for n in names)]
@@ -66,7 +63,7 @@ def families(cells: Cells, names: list[str]) -> list[str]:
     return [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)]
 
 
-def how_many(cells: Cells, names: list[str]) -> list[str]:
+def how_many(cells: Cells, names: list[str]) -> str:
     """A row a problem, a column a method."""
 
     def said(cell: Cell | None) -> str:
@@ -77,7 +74,7 @@ def how_many(cells: Cells, names: list[str]) -> list[str]:
     return table(["", *(SPELLED[family] for family in own)], rows)
 
 
-def single_rules(cells: Cells, names: list[str]) -> list[str]:
+def single_rules(cells: Cells, names: list[str]) -> str:
     """A row a rule, a column a problem: draws in which the front of sums is better in both, and the area added."""
     names = [name for name in names if not PROBLEMS[name].front_only]
     methods = [m for m in dict.fromkeys(m for name in names for m in cells[name]) if _is_single(cells, names, m)]

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
 
+from pages import table, write_between
 from problems import PROBLEMS
 from study_cells import Cell, digits, tuned
-from study_format import counted, points, signed, spelled, table, write_between
+from study_format import counted, points, signed, spelled
 from study_pictures import INK, dots, figure_at, plain
 from study_rules import Method, backward_passes, methods_for
 from study_statistics import REFERENCE, Difference, difference
@@ -162,7 +164,7 @@ def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float | None:
     return max(scores) - min(scores) if len(scores) == len(found) else None
 
 
-def short(cells: Cells) -> list[str]:
+def short(cells: Cells) -> str:
     """A row a method, two columns an optimizer: mean differences over problems, and how many are beyond intervals."""
     columns = list(product(OPTIMIZERS, ("steps", "passes")))
     rows = []
@@ -183,10 +185,8 @@ def whole(cells: Cells) -> list[str]:
         if (own := cells.get(f"{problem}/{name}/{REFERENCE}"))
     ]
     at_edge = sum(not cell["inside"] for cell in cells.values())
-    words = (
-        f"{len(cells)} of {len(keys())} cells; the best rate lies at an edge of the extended grid in {at_edge} of them."
-    )
-    return [*table(["", "optimizer", spelled(REFERENCE), *map(spelled, METHODS[1:])], rows), "", words]
+    words = f"{len(cells)} of {len(keys())} cells; the best rate lies at an edge of the extended grid in {at_edge}"
+    return [table(["", "optimizer", spelled(REFERENCE), *map(spelled, METHODS[1:])], rows), f"{words} of them."]
 
 
 WORDS = """Differences to standardised sums under the same optimizer, in hundredths of the score: the mean over eight development problems
@@ -201,8 +201,8 @@ problem, a bar the mean; dots below -20 are drawn at -20.
 
 def write_page(cells: Cells, report: Path = REPORT) -> None:
     """Write both tables into the report, and draw the picture next to it."""
-    picture = ["![Differences to standardised sums by rule and optimizer](evidence_optimizers.svg)", ""]
-    write_between(report, *MARKS, [*picture, WORDS, "", *short(cells), "", *whole(cells)])
+    picture = "![Differences to standardised sums by rule and optimizer](evidence_optimizers.svg)"
+    write_between(report, *MARKS, "\n\n".join([picture, WORDS, short(cells), *whole(cells)]))
     draw(cells, report.with_name("evidence_optimizers.svg"))
 
 

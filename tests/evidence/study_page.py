@@ -4,9 +4,10 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from pages import table, write_between
 from problems import PROBLEMS
 from study_cells import Cell, load_all
-from study_format import Cells, counted, named, points, reference_of, signed, spelled, table, write_between
+from study_format import Cells, counted, named, points, reference_of, signed, spelled
 from study_front_tables import front_tables
 from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
@@ -72,7 +73,7 @@ def methods_of(cells: Cells) -> list[str]:
     return [m for m in dict.fromkeys(method for _, method in queue()) if m in stored and m != "advice"]
 
 
-def summary(cells: Cells) -> list[str]:
+def summary(cells: Cells) -> str:
     """A row a method: better, none seen, worse; mean, median and worst difference; what its search costs."""
     rows = []
     for method in methods_of(cells):
@@ -90,7 +91,7 @@ def summary(cells: Cells) -> list[str]:
     return table(["", *counts_of, "mean", "median", "worst", "passes", "time"], [row for _, row in rows])
 
 
-def differences(cells: Cells, methods: list[str], names: list[str]) -> list[str]:
+def differences(cells: Cells, methods: list[str], names: list[str]) -> str:
     """A row a problem, a column a method: points over the reference, with intervals."""
     rows = []
     for name in names:
@@ -100,11 +101,11 @@ def differences(cells: Cells, methods: list[str], names: list[str]) -> list[str]
     return table(["", "m", "*standardised*", *map(spelled, methods)], rows)
 
 
-def stopped_earlier(cells: Cells, methods: list[str]) -> list[str]:
+def stopped_earlier(cells: Cells, methods: list[str]) -> str:
     """A row a method: the mean difference at a quarter, a half and all of the steps, where all have been trained."""
     rows, names = [], complete(cells, [REFERENCE, *methods])
     if not names:
-        return ["No problem has all of these methods so far."]
+        return "No problem has all of these methods so far."
     for method in methods:
         found = [[against(cells, name, method, place) for name in names] for place in SHARES.values()]
         rows.append([spelled(method), *(signed(mean(d.mean for d in each if d is not None)) for each in found)])
@@ -120,7 +121,7 @@ def worst_part(cells: Cells, problem: str, method: str) -> Difference | None:
     return difference(*lowest, PROBLEMS[problem].shared)
 
 
-def worst_parts(cells: Cells, methods: list[str]) -> list[str]:
+def worst_parts(cells: Cells, methods: list[str]) -> str:
     """A row a method: the problems where its worst part is better or worse beyond the interval, and the mean."""
     found = {m: {p: d for p in cells if (d := worst_part(cells, p, m)) is not None} for m in methods}
     common = [name for name in complete(cells, [REFERENCE, *methods]) if all(name in own for own in found.values())]
@@ -137,7 +138,7 @@ def worst_parts(cells: Cells, methods: list[str]) -> list[str]:
         "*standardised*; problems whose scores have one part are left out. *Mean*: over the "
         f"{len(common)} problems that have all of these methods."
     )
-    return [words, "", *table(["", "mean", "better", "none seen", "worse"], rows)]
+    return words + "\n\n" + table(["", "mean", "better", "none seen", "worse"], rows)
 
 
 def trials_of(found: dict[str, Cell]) -> int:
@@ -145,7 +146,7 @@ def trials_of(found: dict[str, Cell]) -> int:
     return min(round(spent(found["nash_mtl"])[0]), len(found["random_search"]["configurations"]))
 
 
-def at_equal_budget(cells: Cells) -> list[str]:
+def at_equal_budget(cells: Cells) -> str:
     """Searches after as many trials as rates and rows of `nash_mtl` cost, beside it: random search, and one that begins
     with the rates of the reference, which the protocol does not have.
     """
@@ -168,14 +169,14 @@ def at_equal_budget(cells: Cells) -> list[str]:
     return table(["", *titles, "*standardised*, then random", "by steps", "difference"], rows)
 
 
-def ranks(cells: Cells) -> list[str]:
+def ranks(cells: Cells) -> str:
     """Mean ranks, the critical difference and mean differences, of the methods of the first stage on the problems that
     have them all.
     """
     methods = [REFERENCE, "mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search"]
     names = complete(cells, methods)
     if len(names) < 5:
-        return [f"Ranks need five problems with all of the first methods; {len(names)} have them so far."]
+        return f"Ranks need five problems with all of the first methods; {len(names)} have them so far."
     found = table_of(cells, names, methods)
     chances = signed_ranks(found, 0)
     order, over = mean_ranks(found), (found - found[:, :1]).mean(0).tolist()
@@ -189,7 +190,7 @@ def ranks(cells: Cells) -> list[str]:
         f"p = {friedman(found):.2g}. *Mean*: the difference to *standardised*, in hundredths, here over the same "
         "problems for all. Last column: Wilcoxon's signed ranks against *standardised*, corrected after Holm."
     )
-    return [words, "", *table(["", "mean rank", "mean", "p"], rows)]
+    return words + "\n\n" + table(["", "mean rank", "mean", "p"], rows)
 
 
 def advice(cells: Cells, names: list[str]) -> list[str]:
@@ -218,10 +219,8 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
     frozen = ", ".join(f"{key} {value}" for key, value in FROZEN.items())
     return [
         "### What `advise` says",
-        "",
         f"Thresholds and rules as they were frozen: {frozen}. Held-out problems first; on the others it was made.",
-        "",
-        *table(["", "named, in draws", "score", *titles], rows),
+        table(["", "named, in draws", "score", *titles], rows),
     ]
 
 
@@ -241,7 +240,7 @@ def intervals(cells: Cells) -> str:
     )
 
 
-def honesty(cells: Cells, bold: str) -> list[str]:
+def honesty(cells: Cells, bold: str) -> str:
     """What the protocol asks to report: missing cells, rates at an edge, trainings that were still moving."""
     todo = list(queue())
     stored = [(p, m) for p, m in todo if m in cells.get(p, {})]
@@ -253,17 +252,17 @@ def honesty(cells: Cells, bold: str) -> list[str]:
         f"{package} {' and '.join(sorted({cell['machine'][package] for cell in trained}))}"
         for package in ("torch", "functional_jd")
     ]
-    return [
+    return (
         f"Of {len(todo)} cells (a method on a problem), {len(stored)} have been trained; the others are left out of "
         f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} cells (searches, whose "
         f"rates are not extended, are not among these). {len(rises)} of {len(trained)} went on to the largest number "
         f"of steps with their best rate, and {sum(rise >= RISE for rise in rises)} of these rose by {RISE} or more in "
         f"the last third of it. {bold} Measured with {', '.join(versions)}; one thread, on a "
         "machine with two cores that was not idle."
-    ]
+    )
 
 
-def made(cells: Cells) -> list[str]:
+def made(cells: Cells) -> str:
     """All that stands between the marks."""
     whole, ready = cells, [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
     cells = {name: cells[name] for name in ready}
@@ -278,11 +277,10 @@ def made(cells: Cells) -> list[str]:
         "At equal budget": at_equal_budget(cells),
         "Ranks": ranks(cells),
     }
-    lines = honesty(whole, intervals(cells))
+    paragraphs = [honesty(whole, intervals(cells))]
     for title, found in tables.items():
-        words = [WORDS[title], ""] if title in WORDS else []
-        lines += ["", f"### {title}", "", *words, *found]
-    return [*lines, "", *advice(cells, [*new, *old]), "", *beside_the_peer(cells), "", *front_tables(whole)]
+        paragraphs += [f"### {title}", *([WORDS[title]] if title in WORDS else []), found]
+    return "\n\n".join([*paragraphs, *advice(cells, [*new, *old]), *beside_the_peer(cells), *front_tables(whole)])
 
 
 def write_page(cells: Cells | None = None) -> None:

@@ -1,10 +1,12 @@
 """The tables of the page that set our rules beside those of TorchJD, in the same trainings."""
 
+from collections.abc import Iterable
 from statistics import mean, median
 
 import torch
+from pages import table
 from problems import PROBLEMS
-from study_format import Cells, counted, points, signed, spelled, table
+from study_format import Cells, counted, points, signed, spelled
 from study_peers import ALL, NAMES, OURS, PREFIX, STANDARDISED
 from study_statistics import difference, holm, scores, signed_rank
 
@@ -21,23 +23,20 @@ ON_STANDARDISED = (
 
 
 def beside_the_peer(cells: Cells) -> list[str]:
-    """Tables of ours minus the peer's, on losses as they come and standardised; how far directions are apart."""
-    lines = ["### Exact rules beside the peer's", "", AS_THEY_COME, "", *ours_less_theirs(cells, [*NAMES])]
-    lines += ["", *how_far_apart(cells, [*NAMES])]
-    return [*lines, "", ON_STANDARDISED, "", *ours_less_theirs(cells, [*STANDARDISED])]
+    """By paragraphs: ours minus the peer's, on losses as they come and standardised; how far directions are apart."""
+    as_they_come = [AS_THEY_COME, *ours_less_theirs(cells, NAMES), *how_far_apart(cells, NAMES)]
+    return ["### Exact rules beside the peer's", *as_they_come, ON_STANDARDISED, *ours_less_theirs(cells, STANDARDISED)]
 
 
-def trained(cells: Cells, rules: list[str]) -> tuple[list[str], list[str]]:
+def trained(cells: Cells, rules: Iterable[str]) -> tuple[list[str], list[str]]:
     """The problems, and those of these rules, of which the cells of both are stored somewhere."""
     pairs = [(name, r) for name in cells for r in rules if {OURS[r], PREFIX + r} <= cells[name].keys()]
     return [*dict.fromkeys(name for name, _ in pairs)], [rule for rule in rules if any(of == rule for _, of in pairs)]
 
 
-def ours_less_theirs(cells: Cells, rules: list[str]) -> list[str]:
+def ours_less_theirs(cells: Cells, rules: Iterable[str]) -> list[str]:
     """A row a problem and a column a rule; then means, counts and tests over problems."""
     names, rules = trained(cells, rules)
-    if not names:
-        return ["None of these has been trained so far."]
     found = {
         (name, rule): difference(*(scores(cells[name][m]) for m in (OURS[rule], PREFIX + rule)), PROBLEMS[name].shared)
         for name in names
@@ -52,10 +51,10 @@ def ours_less_theirs(cells: Cells, rules: list[str]) -> list[str]:
     rows.append(["p", *(f"{p:.3f}" for p in chances)])
     few, many = (f"{share * len(found):.0f}" for share in (0.05, 0.11))
     chance = f"Of {len(found)} intervals some {few} to {many} would leave out 0 by chance."
-    return [*table(["", *(f"{spelled(OURS[r])} over `{ALL[r]}`" for r in rules)], rows), "", chance]
+    return [table(["", *(f"{spelled(OURS[r])} over `{ALL[r]}`" for r in rules)], rows), chance]
 
 
-def how_far_apart(cells: Cells, rules: list[str]) -> list[str]:
+def how_far_apart(cells: Cells, rules: Iterable[str]) -> list[str]:
     """A row a problem, a column a rule of the peer: the mean distance of directions over draws, and the largest."""
     names, rules = trained(cells, rules)
     rows, errors = [], 0
@@ -71,6 +70,5 @@ def how_far_apart(cells: Cells, rules: list[str]) -> list[str]:
         "chosen trainings: mean (largest). Opposite ones are 2 apart; a direction of zero is 1 from ours. *Lengths*: "
         "the longest gradient over the shortest, in the first tenth of a training with `mean()`. The peer raised an "
         f"error in {errors} steps of all its trainings.",
-        "",
-        *table(["", "lengths", *(f"`{NAMES[rule]}`" for rule in rules)], rows),
+        table(["", "lengths", *(f"`{NAMES[rule]}`" for rule in rules)], rows),
     ]

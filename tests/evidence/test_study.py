@@ -146,7 +146,7 @@ def test_what_is_stored_belongs_to_the_study():
 
 def test_the_page_has_the_tables_of_what_is_stored():
     page = study_page.PAGE.read_text(encoding="utf-8")
-    assert "\n".join(study_page.made(load_all())) in page
+    assert study_page.made(load_all()) in page
 
 
 def stored(validation, test):
@@ -288,8 +288,8 @@ def test_a_cell_that_is_stored_is_not_trained_again(little, tmp_path, monkeypatc
     assert report.read_text().count("spread of rules") == 1
     assert report.read_text().endswith("\n## Next")
     assert (tmp_path / "evidence_optimizers.svg").exists()
-    with pytest.raises(ValueError, match="expected the mark"):
-        study_optimizers.write_between(report, "<!-- other -->", "", [])
+    with pytest.raises(SystemExit, match=r"expected REPORT.md with the marks"):
+        study_optimizers.write_between(report, "<!-- other -->", "<!-- end -->", "")
 
 
 def test_fewer_steps_are_read_off_where_a_step_takes_several_passes():
