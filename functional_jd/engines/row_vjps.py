@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copy_each
-from functional_jd.core.rows import at_least_float32, joined, neighbours, per_row, widest_join
+from functional_jd.core.rows import neighbours, per_row, widest_join
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.choose import choose_rows, stack_at_once
@@ -17,7 +17,7 @@ from functional_jd.engines.evaluate import check_weights, element_count, row_sca
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import divided
+from functional_jd.precision.loss_scale import common_scale, divided
 from functional_jd.torch_compat.repaired_ops import refuse_batched_distances
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -29,11 +29,6 @@ Result = TypeVar("Result")
 
 # Elements of the cotangents that the loop makes at once.
 _COTANGENTS = 1 << 16
-
-# Its inverse is a normal float32.
-_CEILING = 2.0**126
-# The bits of the exponent of a float32.
-_EXPONENT = 0x7F800000
 
 LOOP = "differentiates one row after the other, which takes m backward passes"
 
@@ -72,29 +67,6 @@ def dense(found: Sequence[Tensor | None], leaves: Sequence[Tensor], *rows: int) 
         if x is None:
             filled[index] = leaves[index].new_zeros((*rows, *leaves[index].shape))
     return filled
-
-
-def unscaled_rows(rows: list[Any], scale: Tensor) -> Rows:
-    """Rows divided by the loss scale `[]` or `[m]`, in at least float32. They take the places of the others in the
-    list one by one, so that both are never in memory together.
-    """
-    present = [index for index, row in enumerate(rows) if row is not None]
-    if under_transform() or not present or rows[present[0]].is_cpu or scale.requires_grad:
-        for index in present:
-            row = at_least_float32(rows[index])
-            rows[index] = row / (per_row(scale, row) if scale.ndim else scale)
-        return rows
-    # Elsewhere launches cost more than copies: small rows are joined.
-    shapes = [rows[index].shape for index in present]
-    matrices = joined([at_least_float32(rows[index]) for index in present])
-    numbers = scale[:, None] if scale.ndim else scale
-    parts: list[Tensor] = []
-    for matrix, widths in matrices:
-        copied = len(widths) > 1 and not matrix.requires_grad
-        parts += (matrix.div_(numbers) if copied else matrix / numbers).split(widths, 1)
-    for index, shape, part in zip(present, shapes, parts, strict=True):
-        rows[index] = part.reshape(shape)
-    return rows
 
 
 def blamed(magnitude: Tensor, rows: Rows, own: bool = False) -> Rows:
@@ -246,7 +218,7 @@ def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tu
     if plan.scale is not None:
         weights = weights.to(widest(outputs[0].device))
         scales = row_scales(plan, m, outputs[0])
-        common = _common_scale(weights, scales) if plan.scale.ndim else scales[0]
+        common = common_scale(weights, scales) if plan.scale.ndim else scales[0]
         weights = weights * common
     return by_output(outputs, weights), common
 
@@ -257,19 +229,6 @@ def by_output(outputs: list[Tensor], numbers: Tensor) -> list[Tensor]:
         numbers = numbers.to(outputs[0].dtype)
     parts = numbers.split([y.numel() for y in outputs]) if len(outputs) > 1 else [numbers]
     return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)]
-
-
-def _common_scale(weights: Tensor, scales: Tensor) -> Tensor:
-    """The largest power of two S `[]` with `|weights_i| S <= scale_i` for all i, which divides exactly."""
-    largest = common_inverse(weights / scales).reciprocal()
-    if under_transform():  # torch 2.11 has no batching rule for views with another dtype
-        return largest / (2 * torch.frexp(largest).mantissa)
-    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
-
-
-def common_inverse(weights: Tensor) -> Tensor:
-    """The inverse of the scale for all, from weights divided by their scales. It has no derivative, as it cancels."""
-    return torch.linalg.vector_norm(weights.detach(), torch.inf).float().clamp(1 / _CEILING, _CEILING)
 
 
 def unscaled(common: Tensor | None, found: list[Tensor], plan: Plan) -> tuple[list[Tensor], Tensor | None]:

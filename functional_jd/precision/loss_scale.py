@@ -17,7 +17,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_type, described, here
 from functional_jd.core.foreach import times, where_each
 from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.rows import at_least_float32, joined, per_row
 from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
 from functional_jd.core.tree import (
     all_finite,
@@ -41,12 +41,14 @@ Much lower, float16 would hold no gradient, and steps would move nothing. 30 dou
 
 # The smallest normal float32. Its inverse is finite, also if subnormal numbers are flushed to zero.
 _SMALLEST = 2.0**-126
+# The bits of the exponent of a float32.
+_EXPONENT = 0x7F800000
 
 
 def multiplier(state: ScaleState | Tensor) -> Tensor:
     """Return the factor that is applied, float32: `max(scale, 2**-126)`, so that its inverse is finite; NaN stays NaN.
 
-    Raises TypeError, in the name of `where`, unless it gets a `ScaleState` or a floating-point tensor `[]` or `[m]`.
+    Raises TypeError unless it gets a `ScaleState` or a floating-point tensor `[]` or `[m]`.
     """
     factor: Any = state.scale if isinstance(state, ScaleState) else state
     if not (isinstance(factor, Tensor) and factor.is_floating_point() and factor.ndim < 2):
@@ -215,6 +217,42 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     new = torch.where((product < torch.inf) > unchanged, bounded, current)
     tracker = successes * unchanged
     return ScaleState(new, tracker, growth, backoff, interval)
+
+
+def unscaled_rows(rows: list[Any], scale: Tensor) -> list[Any]:
+    """Rows divided by the loss scale `[]` or `[m]`, in at least float32. They take the places of the others in the
+    list one by one, so that both are never in memory together.
+    """
+    present = [index for index, row in enumerate(rows) if row is not None]
+    if under_transform() or not present or rows[present[0]].is_cpu or scale.requires_grad:
+        for index in present:
+            row = at_least_float32(rows[index])
+            rows[index] = row / (per_row(scale, row) if scale.ndim else scale)
+        return rows
+    # Elsewhere launches cost more than copies: small rows are joined.
+    shapes = [rows[index].shape for index in present]
+    matrices = joined([at_least_float32(rows[index]) for index in present])
+    numbers = scale[:, None] if scale.ndim else scale
+    parts: list[Tensor] = []
+    for matrix, widths in matrices:
+        copied = len(widths) > 1 and not matrix.requires_grad
+        parts += (matrix.div_(numbers) if copied else matrix / numbers).split(widths, 1)
+    for index, shape, part in zip(present, shapes, parts, strict=True):
+        rows[index] = part.reshape(shape)
+    return rows
+
+
+def common_scale(weights: Tensor, scales: Tensor) -> Tensor:
+    """The largest power of two S `[]` with `|weights_i| S <= scale_i` for all i, which divides exactly."""
+    largest = common_inverse(weights / scales).reciprocal()
+    if under_transform():  # torch 2.11 has no batching rule for views with another dtype
+        return largest / (2 * torch.frexp(largest).mantissa)
+    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def common_inverse(weights: Tensor) -> Tensor:
+    """The inverse of the scale for all, from weights divided by their scales. It has no derivative, as it cancels."""
+    return torch.linalg.vector_norm(weights.detach(), torch.inf).float().clamp(_SMALLEST, 1 / _SMALLEST)
 
 
 def select(finite: Tensor, new: Tree, old: Tree) -> Tree:

@@ -21,11 +21,11 @@ from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses, row_scales
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate, replicated
-from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows, unscaled_rows
+from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows
 from functional_jd.engines.vjp import Vjp
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import select
+from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.torch_internals import under_transform

@@ -14,9 +14,10 @@ from functional_jd.engines.gramian.layers import Factors
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, parts_of
 from functional_jd.engines.plan import LeafGroup, Plan
-from functional_jd.engines.row_vjps import Rows, unscaled_rows
+from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import unscaled_rows
 from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level
 

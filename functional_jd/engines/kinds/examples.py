@@ -26,11 +26,12 @@ from functional_jd.engines.gramian.products import crossed_leaf, products_of_lea
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.plan import Plan, RowsNeededError
-from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows, vjp_rows
+from functional_jd.engines.row_vjps import by_mode, dense, pulled, vjp_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.objectives import ExampleSets, PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, checked_buffers, is_key, with_carried
 from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
+from functional_jd.precision.loss_scale import unscaled_rows
 from functional_jd.random import split
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state

@@ -42,13 +42,11 @@ from functional_jd.engines.row_vjps import (
     blamed,
     by_mode,
     by_output,
-    common_inverse,
     dense,
     gradients_one_by_one,
     jacobian_rows,
     stack_rows,
     unscaled,
-    unscaled_rows,
     vjp_rows,
     weighted_cotangent,
 )
@@ -56,7 +54,7 @@ from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, checked_buffers, with_carried
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import inverse_of
+from functional_jd.precision.loss_scale import common_inverse, inverse_of, unscaled_rows
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.callers import here
 

@@ -11,8 +11,9 @@ from functional_jd.engines.evaluate import element_count, evaluate_losses, row_s
 from functional_jd.engines.gramian.assemble import Recorded, gramian_of_uses, recorded
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.plan import Plan
-from functional_jd.engines.row_vjps import dense, jacobian_rows, pulled, unscaled_rows
+from functional_jd.engines.row_vjps import dense, jacobian_rows, pulled
 from functional_jd.engines.vjp import vjp
+from functional_jd.precision.loss_scale import unscaled_rows
 
 
 def _of_leaves(losses: Any, args: Args, plan: Plan) -> tuple[Recorded, list[Tensor], Structure]:
