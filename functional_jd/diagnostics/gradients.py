@@ -91,5 +91,5 @@ def check(
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
     plan, *_ = prepare(losses, own, batch, mean(), scale=scale, buffers=buffers, has_aux=has_aux, starting=True)
     with undone(journal := StateJournal()):
-        check_learning(plan, journal, buffers, constant)
+        check_learning(plan, buffers, constant, journal=journal)
         check_linear(plan)

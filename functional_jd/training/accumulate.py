@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_option, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
@@ -17,22 +17,13 @@ from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tr
 from functional_jd.engines.by_name import of_rows, rows_of_plan
 from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.engines.replicas import (
-    agree,
-    check_alike,
-    mean_over_group,
-    pooled_buffers,
-    replicate,
-    sum_over_group,
-)
+from functional_jd.engines.replicas import agree, check_alike, mean_over_group, pooled_buffers, replicate
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
-from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_tensors, detach_parameters
-from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, verdict_of, weighed
+from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
 from functional_jd.training.weights import group_of_ranks
 
 
@@ -114,8 +105,8 @@ def accumulate(
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     group = group_of_ranks(group, losses, own)
     _check_examples(plan, skip, group)
-    if state is None and not (torch.compiler.is_compiling() or under_transform()):
-        check_learning(plan, StateJournal(), buffers, training=False)
+    if state is None:
+        check_learning(plan, buffers, training=False)
     run = _Run(parts, plan_of, buffers, skip == "part", group)
     if group is not None and state is None:
         check_alike(own, group, "parameters", {"rule": aggregator})
@@ -150,26 +141,25 @@ def _check_examples(plan: Plan, skip: str, group: Any) -> None:
 
 
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:
-    """The memory of the rule, its initial one (of the first rank) if there is none, and its answer."""
-    memory = initial_state(plan.rule, plan.view, seen) if state is None else state
-    memory = replicate(memory, group) if state is None and group is not None else memory
+    """The memory of the rule, and its answer."""
+    memory = remembered(plan, seen, state, group and partial(replicate, group=group))
     return memory, weighed(plan, seen, memory)
 
 
 class _Left(NamedTuple):
     """With parts left out where they are not finite: which losses are finite in all, and which overflowed in
-    one, bool of the scale's shape; and how many parts are left.
+    one, bool of the scale's shape; and the share of the parts that are left.
     """
 
     finite: Tensor
     overflowed: Tensor
-    parts: Tensor
+    share: Tensor
 
     def verdict(self, plan: Plan, last: Verdict) -> Verdict:
         """The verdict of the step, from that of the parts left."""
         finite = self.finite & last.finite
         following = update_scale(plan.scale_state, ~self.overflowed, losses_finite=finite.all() | self.overflowed)
-        return Verdict(finite, last.moved & (self.parts > 0), following)
+        return Verdict(finite, last.moved & (self.share > 0), following)
 
 
 class _Run(NamedTuple):
@@ -209,26 +199,31 @@ class _Run(NamedTuple):
             if joined:
                 many.append(found)
                 continue
-            share = 1.0 if examples or self.skipping else 1 / len(self.parts)
+            share = 1.0 if examples else 1 / len(self.parts)
             wide = tree_map(at_least_float32, found)
             add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
             total = tree_map(partial(torch.mul, other=share), wide) if total is None else tree_map(add, total, wide)
         if examples:
             return _joined(many) if joined else total, _joined(each), None, buffers
-        buffers = buffers if self.group is None else pooled_buffers(buffers, self.group)
-        return *self._mean(total, tree_map(lambda *own: sum(own), each[0], *each[1:]), verdicts), buffers
-
-    def _mean(self, total: Any, values: Losses, verdicts: list[Any]) -> tuple[Any, Losses, _Left | None]:
-        """The mean of a mean over the parts, or of sums of the parts left, over the ranks; of losses over both."""
-        if not verdicts:
-            found = total, tree_map(lambda x: x / len(self.parts), values)
-            return *(found if self.group is None else mean_over_group(found, self.group)), None
-        finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
-        left = _Left(finite.all(0), (lower & ~finite).any(0), moved.sum())
+        means: Any = total, tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
+        left = _left(verdicts)
         if self.group is not None:
-            total, values, count = sum_over_group((total, values, left.parts.float()), self.group)
-            left = _Left(agree(left.finite, self.group), ~agree(~left.overflowed, self.group), count)
-        return *(tree_map(lambda x: x / left.parts.clamp(min=1).to(x.dtype), x) for x in (total, values)), left
+            means, buffers = mean_over_group(means, self.group), pooled_buffers(buffers, self.group)
+        if left is not None and self.group is not None:
+            overflowed = ~agree(~left.overflowed, self.group)
+            left = _Left(agree(left.finite, self.group), overflowed, mean_over_group(left.share, self.group))
+        if left is not None:
+            share = torch.where(left.share > 0, left.share, 1)
+            means = tree_map(lambda x: x / share.to(x.dtype), means)
+        return *means, left, buffers
+
+
+def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]]) -> _Left | None:
+    """From the verdicts of the parts: which losses are finite, which scales back off, and whether it is left."""
+    if not verdicts:
+        return None
+    finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
+    return _Left(finite.all(0), (lower & ~finite).any(0), moved.float().mean())
 
 
 def _joined(trees: list[Any]) -> Any:

@@ -47,20 +47,23 @@ def undone(journal: StateJournal, *, again: bool = False) -> Generator[None]:
 
 def check_learning(
     plan: Plan,
-    journal: StateJournal,
     buffers: Tree = (),
     constant: Collection[str] = (),
     *,
+    journal: StateJournal | None = None,
     noised: bool = False,
     training: bool = True,
 ) -> list[tuple[int, ...]]:
     """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
 
-    Their changes are put back, and the journal keeps them for the next evaluation. Losses named in `constant` may have
+    Their changes are put back, and a `journal` keeps them for the next evaluation. Losses named in `constant` may have
     no gradient on this batch. Without `training` weights alone are computed, and losses without a gradient warn.
-    Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples and shards.
+    Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples and shards, and
+    under transforms, where nothing is evaluated.
     """
-    kind, before = plan.kind, tree_map(torch.clone, buffers)
+    if under_transform():
+        return []
+    kind, before, journal = plan.kind, tree_map(torch.clone, buffers), journal or StateJournal()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
     points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
@@ -161,7 +164,7 @@ def _check_reached(
     for x in given:
         if not isinstance(x, str) or x not in names:
             refuse("constant", f"names of losses, {few(names)}", x, "See objective_names(losses).", ValueError)
-    reached = [{*_leaves_behind([part])} & {*map(id, points)} for y in tree_leaves(values) for part in _parts(y)]
+    reached = [leaves for y in tree_leaves(values) for leaves in _reached(y, {*map(id, points)})]
     if not set(names) <= set(given) and not any(points_of_rows & x for x in reached):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
         raise ValueError(
@@ -224,13 +227,12 @@ def _nodes(values: list[Tensor]) -> list[Any]:
     return [get_gradient_edge(y).node for y in values if y.requires_grad]
 
 
-def _parts(loss: Tensor) -> list[Any]:
-    """By element, the node that computes it. Losses that were stacked have one each."""
-    node = next(iter(_nodes([loss])), None)
-    parts = () if node is None else node.next_functions
-    if node is not None and node.name() == "StackBackward0" and loss.ndim == 1 and len(parts) == loss.numel():
-        return [part for part, _ in parts]
-    return [node] * loss.numel()
+def _reached(loss: Tensor, points: set[int]) -> list[set[int]]:
+    """By element, the ids of the points behind it. Stacked losses have their own each, others all the same."""
+    nodes = _nodes([loss])
+    if nodes and nodes[0].name() == "StackBackward0" and loss.ndim == 1:
+        return [points & _leaves_behind([part]).keys() for part, _ in nodes[0].next_functions]
+    return [points & _leaves_behind(nodes).keys()] * loss.numel()
 
 
 def _leaves_behind(nodes: list[Any]) -> dict[int, Tensor]:

@@ -216,6 +216,14 @@ def _warn_of_zero_rows(key: str, products: Tensor) -> None:
         )
 
 
+def remembered(plan: Plan, seen: Observation, state: Tree, replicate: Any) -> Tree:
+    """The memory of the rule; without a state the initial one, of the first rank if there is `replicate`."""
+    if state is not None:
+        return state
+    memory = initial_state(plan.rule, plan.view, seen)
+    return memory if replicate is None else replicate(memory)  # keys and counts may differ
+
+
 def weighed(plan: Plan, seen: Observation, memory: Tree) -> RuleAnswer:
     """The weights of the rule, and the verdict of the flags, where the rule runs: on the host or here."""
     by_gramian = plan.view.products == "gramian" and plan.view.groups is None

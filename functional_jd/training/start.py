@@ -1,7 +1,7 @@
 """How training starts: the state that the first step takes."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -17,7 +17,7 @@ from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
+from functional_jd.torch_compat.torch_internals import under_functorch
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of, undone
 from functional_jd.training.driver import check_method, prepare, started
@@ -84,11 +84,10 @@ def train_state(
     plan, chosen, _ = prepare(losses, params, batch, aggregator, scale=placed, **how)
     values = {"parameters": params, "buffers": buffers, "scale": plan.scale_state}
     check_ranks(losses, own, values, {"rule": aggregator, "optimizer": optimizer})
-    reached: Sequence[tuple[int, ...]] = ()
     traced, journal = torch.compiler.is_compiling(), StateJournal()
     with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
-        if not traced and not under_transform():
-            reached = check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
+        noised = optimizer.sensitivity is not None
+        reached = check_learning(plan, buffers, constant, journal=journal, noised=noised)
         memory, values = started(plan, chosen, () if chosen.is_replicated else reached)
         _check_losses(aggregator, values)
     check_ranks(losses, own, {"keys": keys_of(memory)})

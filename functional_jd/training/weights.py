@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import as_view, loss_count
 from functional_jd.core.arguments import check_type, described, here, refuse
@@ -29,9 +29,8 @@ from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of
-from functional_jd.training.driver import observe, prepare, weighed
+from functional_jd.training.driver import observe, prepare, remembered, weighed
 from functional_jd.training.state import warn
 
 
@@ -98,8 +97,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         ranks = group_of_ranks(group, losses, params)
         how: Any = {"engine": "auto" if ranks is None else replicated(group=ranks), "starting": state is None}
         plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, guarded=False, **how)
-        if state is None and not (torch.compiler.is_compiling() or under_transform()):
-            check_learning(plan, StateJournal(), training=False)
+        if state is None:
+            check_learning(plan, training=False)
         seen = observe(plan, engine)
         weights, memory = weights_and_memory(plan, seen, state, engine.replicate)
         if state is None:
@@ -111,28 +110,21 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     return weights_of
 
 
-def weights_and_memory(
-    plan: Plan, seen: Observation, state: Tree, replicate: Any, finite: Tensor | None = None
-) -> tuple[Tensor, Tree]:
-    """The weights of an observation, on the device of the losses, and the memory of the rule after a finite batch; that
-    of the first rank, if it starts and there is `replicate`.
-    """
-    memory = state
+def weights_and_memory(plan: Plan, seen: Observation, state: Tree, replicate: Any) -> tuple[Tensor, Tree]:
+    """The weights of an observation, on the device of the losses, and the memory of the rule after a finite batch."""
+    found: Any
     with autocast_disabled():
-        if state is None and replicate is not None:  # keys and counts may differ
-            memory = replicate(initial_state(plan.rule, plan.view, seen))
-        found: Any
-        found, memory, *_ = weighed(plan, seen, memory)
+        found, memory, *_ = weighed(plan, seen, remembered(plan, seen, state, replicate))
     if not isinstance(found, Tensor):
         entries = "Use step, or aggregate, for weights of single entries."
         refuse("aggregator", "a rule that weights rows", found, entries, ValueError)
     # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
     leaves = tree_leaves(seen.losses)
     weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
-    taken = all_finite((weights, leaves)) & (True if finite is None else finite.all())
+    taken = all_finite((weights, leaves)) & (True if seen.finite is None else seen.finite.all())
     if tree_leaves(memory) and state is not None:
         memory = select(taken, memory, state)
-    elif tree_leaves(memory) and not (torch.compiler.is_compiling() or under_transform() or bool(taken)):
+    elif tree_leaves(memory) and not (under_transform() or bool(taken)):
         memory = None
     weights = nan_unless(taken, weights)  # a loss may be NaN where its gradient is finite
     return weights, memory
@@ -250,22 +242,21 @@ def weigh(
     with autocast_disabled():
         known, rows, finite = _observed(losses, points, factors, scaled=factor is not None)
         if group is not None:
-            known, finite, rows = mean_over_group(known, group), agree(finite, group), mean_over_group(rows, group)
+            (known, rows), finite = mean_over_group((known, rows), group), agree(finite, group)
     plan = Plan(False, None, False, rule=aggregator, view=view, leaves=points, guarded=False, scale_state=no_scale())
-    seen = observe(plan, Engine(lambda _: Observation(known, rows=rows or None)))
-    first = None if group is None else partial(replicate, group=group)
-    weights, memory = weights_and_memory(plan, seen, state, first, finite)
+    seen = observe(plan, Engine(lambda _: Observation(known, rows=rows, finite=finite)))
+    weights, memory = weights_and_memory(plan, seen, state, group and partial(replicate, group=group))
     return Weighed(weights, memory, finite if factor is None or factor.ndim else finite.all())
 
 
 def _observed(
     losses: Losses, points: list[Tensor], factors: Tensor, scaled: bool
-) -> tuple[Losses, list[Tensor], Tensor]:
+) -> tuple[Losses, list[Tensor] | None, Tensor]:
     """The losses, their rows by the points, and which are finite."""
     known = tree_map(Tensor.detach, losses)
     finite = torch.cat([leaf.reshape(-1) for leaf in tree_leaves(known)]).isfinite()
     if not points:
-        return known, [], finite
+        return known, None, finite
     outputs, m = tree_leaves(losses), len(factors)
 
     def pullback(cotangent: list[Tensor | None]) -> list[Tensor | None]:

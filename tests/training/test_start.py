@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
+from functional_jd.training import checks
 
 METHOD = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -118,6 +119,14 @@ def test_an_objective_that_reaches_no_parameter_is_named(losses, name):
     params = {"shared": {"w": torch.ones(3, 2)}, "heads": torch.ones(2)} if name == "'b', 'c'" else None
     with pytest.raises(ValueError, match=rf"must depend on the parameters, found {name} without a gradient.*has_aux"):
         begin(losses, params)
+
+
+def test_the_graph_of_a_vector_of_losses_is_searched_once(monkeypatch):
+    """Once for each of 2,000 residuals took as long as hundreds of steps."""
+    searches, search = [], checks.nodes_from
+    monkeypatch.setattr(checks, "nodes_from", lambda roots: searches.append(roots) or search(roots))
+    begin(lambda p, x: (x.repeat(400, 1) @ p["w"]).flatten(), {"w": torch.ones(3, 1)})
+    assert len(searches) < 5
 
 
 def test_frozen_parameters_are_refused_and_partition_is_the_cure():
