@@ -148,14 +148,18 @@ _CHUNK = 1 << 16
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_ODD = 0x1E3779B97F4A7C15
+"""A factor with bits everywhere, so that neither signs nor places of many entries cancel."""
 
-def checksums(leaves: Sequence[Any]) -> list[Tensor]:
-    """A checksum of each tensor, int64 `[]`: `sum_k (2 k + 1) bits_k` modulo 2^64, with the bits of entry k.
 
-    As the factors are odd, one changed entry always changes it. That of a `DTensor` is that of the whole tensor: the
-    ranks add up their parts, at the same time, one message for all leaves on the same dimensions of a mesh.
+def checksums(leaves: Sequence[Any], mixed: bool = True) -> list[Tensor]:
+    """A checksum of each tensor, int64 `[]`: `sum_k fold((2 k + 1) ODD fold(bits_k))` modulo 2^64, with the bits of
+    entry k, and with `fold(x) = x ^ (x >> 32)`; without `mixed`, `sum_k (2 k + 1) bits_k`, which version 1 wrote.
+
+    Each step is a bijection, so that one changed entry always changes it. That of a `DTensor` is that of the whole
+    tensor: the ranks add up their parts, at the same time, one message for all leaves on the same dimensions of a mesh.
     """
-    found = [_of_shard(leaf) for leaf in leaves]
+    found = [_of_shard(leaf, mixed) for leaf in leaves]
     meshes: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         for key in shard_dims(leaf):
@@ -167,7 +171,7 @@ def checksums(leaves: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def _of_shard(leaf: Any) -> Tensor:
+def _of_shard(leaf: Any, mixed: bool) -> Tensor:
     shard: Tensor = shard_of(leaf).detach().resolve_conj().resolve_neg()
     values = (torch.view_as_real(shard) if shard.is_complex() else shard).contiguous().reshape(-1)
     words = values.view(_WORDS[values.element_size()])
@@ -175,10 +179,17 @@ def _of_shard(leaf: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     places = positions(leaf).reshape(-1) if is_sharded(leaf) else None
     step = _CHUNK * max(1, parts)
+    odd, fold = (_ODD, _folded) if mixed else (1, Tensor.long)
     for start in range(0, len(words), step):
         some = words[start : start + step]
         at = torch.arange(start, start + len(some), device=words.device)
         if places is not None:
             at = places[torch.div(at, parts, rounding_mode="floor")] * parts + at % parts
-        total = total + at.mul_(2).add_(1).mul_(some).sum()
+        total = total + fold(at.mul_(2 * odd).add_(odd).mul_(fold(some))).sum()
     return total
+
+
+def _folded(words: Tensor) -> Tensor:
+    """Words of 64 bits, with the upper half xor-ed into the lower one."""
+    words = words.long()
+    return (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)

@@ -54,13 +54,6 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def dtype_or_type(value: Any) -> str:
-    """Return the dtype of a tensor, for errors: its layout, if it is not dense; of another value, the type."""
-    if isinstance(value, Tensor):
-        return str(value.dtype if value.layout == torch.strided else value.layout)
-    return type(value).__name__
-
-
 def refuse(name: str, expected: str, value: Any, cure: str, kind: type[Exception] = TypeError) -> NoReturn:
     """Raise the error of an argument: `FUNCTION: name must be expected, found value. cure`."""
     raise kind(f"{here()}: {name} must be {expected}, found {described(value)}. {cure}")

@@ -19,8 +19,8 @@ _MAX_VALUES, MAX_ROWS, _LONGEST = 6, 20, 1000
 
 
 def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type[Record]]:
-    """Class decorator: display the records of a class by `table(record)`: `outline`, `one_line`, or a function of the
-    class. It must accept fields of any type, as transforms replace them; `has_values` tells whether one can be read.
+    """Class decorator: display the records of a class by `table(record)`: `outline`, or a function of the class.
+    It must accept fields of any type, as transforms replace them; `has_values` tells whether one can be read.
     """
 
     def decorate(record: type[Record]) -> type[Record]:
@@ -57,12 +57,6 @@ def outline(value: Any) -> Table:
     """Return a table with one row for each child; only the values of numbers and of short vectors are read."""
     rows = [[name, _summary(child), _dtypes_and_devices(child)] for name, child in children(value) or []]
     return type(value).__name__, [], rows
-
-
-def one_line(value: Any) -> Table:
-    """Return a table of one line, with the values of all fields; long vectors are shown as their range."""
-    fields = [f"{name}={_summary(child)}" for name, child in children(value) or []]
-    return f"{type(value).__name__}({', '.join(fields)})", [], []
 
 
 def number(value: Any) -> str:

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import described, dtype_or_type, here
+from functional_jd.core.arguments import described, here
 from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, shard_of, sharded_as
@@ -118,27 +118,27 @@ def tree_names(tree: Tree) -> list[str]:
     """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, and the names of a record's fields. A
     single tensor is named `"value"`.
     """
-    leaves, structure = tree_flatten(tree)
-    spec, empty = structure
-    names = [".".join(map(str, path)) or "value" for path in spec.paths()]
-    if empty is not None:
-        names = [name for name, kind in zip(names, empty, strict=True) if kind is None]
-    for name, node in named_nodes(structure, len(leaves)):  # paths of optree have indices in the place of fields
-        if isinstance(node, Position):
-            names[node.index] = name or "value"
-    return names
+    _, structure = tree_flatten(tree)
+    names = [name or "value" for name, kind in named_nodes(structure) if kind is None]
+    kinds = structure[1] or [None] * len(names)
+    return [name for name, kind in zip(names, kinds, strict=True) if kind is None]
 
 
-def named_nodes(structure: Structure, count: int) -> list[tuple[str, Any]]:
-    """All nodes of a pytree with this structure and so many leaves, each with its name; `Position`s are its leaves."""
+def named_nodes(structure: Structure) -> list[tuple[str, Any]]:
+    """The name and the class of each node of a pytree with this structure, in order; the class of a leaf is None."""
     found: list[tuple[str, Any]] = []
 
-    def visit(node: Any, path: tuple[str, ...]) -> None:
-        found.append((".".join(path), node))
-        for word, child in children(node) or []:
-            visit(child, (*path, word))
+    def visit(spec: Any, path: tuple[str, ...]) -> None:
+        kind = spec.type
+        found.append((".".join(path), kind))
+        words: list[Any] = spec.entries()
+        if kind in pytree_nodes and kind not in CONTAINERS:  # optree has indices instead of their names
+            words = [word for word, _ in children(spec.unflatten([spec] * spec.num_leaves)) or []]
+        fields = dict(enumerate(getattr(kind, "_fields", ())))
+        for word, child in zip(words, spec.children(), strict=True):
+            visit(child, (*path, str(fields.get(word, word))))
 
-    visit(tree_unflatten(structure, [Position(index) for index in range(count)]), ())
+    visit(structure[0], ())
     return found
 
 
@@ -215,7 +215,7 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             raise TypeError(
-                f"{here()}{part}: all leaves must be floating-point tensors, found {dtype_or_type(leaf)} in "
+                f"{here()}{part}: all leaves must be floating-point tensors, found {described(leaf)} in "
                 f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex ones as "
                 "torch.view_as_real(p). Pass buffers and settings as further arguments of the losses."
             )
@@ -238,13 +238,6 @@ def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
         return leaves, (spec, None)  # pyright: ignore[reportReturnType]
     kept = [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
     return kept, (spec, empty)  # pyright: ignore[reportReturnType]
-
-
-class Position:
-    """The position of a leaf. An object of its own, as torch.compile fails on a NamedTuple of a number and a list."""
-
-    def __init__(self, index: int):
-        self.index = index
 
 
 @constant_while_tracing

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function, dtype_or_type, here, refuse
+from functional_jd.core.arguments import check_flag, check_function, described, here, refuse
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
@@ -55,7 +55,7 @@ def evaluate_losses(
             break
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
-            found = dtype_or_type(leaf)
+            found = described(leaf)
             raise TypeError(
                 f"{here()}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
                 "Return the tensors themselves, without .item(); for further values use has_aux=True."

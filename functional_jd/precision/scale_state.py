@@ -18,7 +18,7 @@ from functional_jd.core.arguments import (
     refuse,
 )
 from functional_jd.core.float64 import widest
-from functional_jd.core.record_display import displayed_as, one_line
+from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.torch_compat.callers import here
 
 _SCALES = Domain(lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32")
@@ -39,7 +39,7 @@ _ENTRIES = {
 }
 
 
-@displayed_as(one_line)
+@displayed_as(outline)
 class ScaleState(NamedTuple):
     """The five entries of `GradScaler.state_dict()`, each a tensor `[]`, or `[m]` for one scale per objective.
 

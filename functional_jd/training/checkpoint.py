@@ -10,15 +10,15 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import checksums, function_names
-from functional_jd.core.arguments import check_flag, check_mapping, check_type, dtype_or_type, here
+from functional_jd.core.arguments import check_flag, check_mapping, check_type, described, here
 from functional_jd.core.sharding import gathered_leaf, laid_out_as
-from functional_jd.core.tree import Position, check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.tree import check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.training.state import few
 
 State = TypeVar("State")
 
-VERSION = 1  # of the format
+VERSION = 2  # of the format; version 1 had weaker checksums
 _VERSION, _FIELDS, _SUMS = "functional_jd.version", "functional_jd.fields", "functional_jd.checksums"
 _METHOD = {"aggregator": "functional_jd.aggregator", "optimizer": "functional_jd.optimizer"}
 _OWN = {_VERSION, _FIELDS, _SUMS, *_METHOD.values()}
@@ -132,16 +132,13 @@ def _named(tree: Any, method: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any
     if method["optimizer"] is not None:
         check_type("optimizer", method["optimizer"], Optimizer, "Call its builder: adamw().")
     leaves, structure = tree_flatten(tree)
-    names, records = [""] * len(leaves), dict[str, list[str]]()
-    for path, node in named_nodes(structure, len(leaves)):
-        if isinstance(node, Position):
-            names[node.index] = path or "value"
-        elif hasattr(node, "_fields"):
-            records[path] = [type(node).__name__, *node._fields]
+    nodes = named_nodes(structure)
+    names = [path or "value" for path, kind in nodes if kind is None]
+    records = {path: [kind.__name__, *kind._fields] for path, kind in nodes if hasattr(kind, "_fields")}
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{here()}: all leaves must be tensors, and dense, found {dtype_or_type(leaf)} in {name!r}. Make "
+                f"{here()}: all leaves must be tensors, and dense, found {described(leaf)} in {name!r}. Make "
                 "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
                 "torch.export.register_dataclass."
             )
@@ -159,12 +156,12 @@ def _check_whole(checkpoint: Any) -> None:
         check_type(f"checkpoint[{name!r}]", value, Tensor, cure)
     entries = cast("Mapping[str, Tensor]", checkpoint)
     version: Any = entries[_VERSION].tolist() if {_VERSION, _FIELDS} <= entries.keys() else "none"
-    if version != VERSION:
+    if version not in (1, VERSION):
         cure = "Read it with the version of functional_jd that wrote it."
-        _refuse(f"a checkpoint of version {VERSION}", f"version {version}", cure)
+        _refuse(f"a checkpoint of version 1 or {VERSION}", f"version {version}", cure)
     if _SUMS not in entries:  # written by an older version
         return
-    found, expected = _sums(entries), entries[_SUMS].reshape(-1).tolist()
+    found, expected = _sums(entries, version > 1), entries[_SUMS].reshape(-1).tolist()
     damaged = [name for (name, value), written in zip(found.items(), expected, strict=False) if value != written]
     if damaged or len(found) != len(expected):
         others = f"others in {few(damaged or [_SUMS])}: their checksums differ"
@@ -180,10 +177,10 @@ def _written(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).clone()
 
 
-def _sums(entries: Mapping[str, Tensor]) -> dict[str, int]:
+def _sums(entries: Mapping[str, Tensor], mixed: bool = True) -> dict[str, int]:
     """The checksum of each entry that is not meta, by sorted name."""
     names = sorted(name for name in entries if name not in (_VERSION, _SUMS))
-    return dict(zip(names, map(int, checksums([entries[name] for name in names])), strict=True))
+    return dict(zip(names, map(int, checksums([entries[name] for name in names], mixed)), strict=True))
 
 
 def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Digests, checksums and layouts: one size for what ranks send, what differs is told, which part a rank holds."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -113,10 +115,23 @@ def test_checksums_are_their_definition(dtype):
     raw = bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist())
     signed = dtype not in (torch.uint8, torch.bool)
     words = [int.from_bytes(raw[k : k + width], "little", signed=signed) for k in range(0, len(raw), width)]
-    expected = sum((2 * k + 1) * word for k, word in enumerate(words)) % 2**64
-    (found,) = checksums([x])
-    assert (found.dtype, found.shape, int(found) % 2**64) == (torch.int64, (), expected)
+    fold = lambda word: word % 2**64 ^ word % 2**64 >> 32
+    mixed = sum(fold((2 * k + 1) * 0x1E3779B97F4A7C15 * fold(word)) for k, word in enumerate(words))
+    plain = sum((2 * k + 1) * word for k, word in enumerate(words))
+    for found, expected in zip((*checksums([x]), *checksums([x], mixed=False)), (mixed, plain), strict=True):
+        assert (found.dtype, found.shape, int(found) % 2**64) == (torch.int64, (), expected % 2**64)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_checksums_see_signs_and_places_of_several_entries(dtype):
+    """Plain sums of products do not: two signs of float64 add up to 2^64, and 1 - 3 - 5 + 7 is 0."""
+    x = torch.tensor([1.0, -1.0, -1.0, 1.0, 2.0, -2.0, -2.0, 2.0], dtype=dtype)
+    signs = torch.tensor(list(product([1.0, -1.0], repeat=8)), dtype=dtype)
+    found = torch.stack(checksums([own * x for own in signs]))
+    assert len(found.unique()) == 256
+    places = torch.stack(checksums([x.roll(k) for k in range(8)]))
+    assert len(places.unique()) == 8
 
 
 def test_of_nothing_and_of_complex_numbers():

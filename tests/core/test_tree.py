@@ -256,11 +256,11 @@ def test_floating_leaves_are_the_leaves_or_a_named_mistake():
     leaves, structure = trees.floating_leaves(params)
     assert [x.dtype for x in leaves] == [torch.float64, torch.float16]
     assert trees.tree_unflatten(structure, leaves)["b"] is params["b"]
-    with pytest.raises(TypeError, match=r"all leaves must be.*found torch.int64 in 'n.0'.*further arguments"):
+    with pytest.raises(TypeError, match=r"all leaves must be.*found torch.int64 .* in 'n.0'.*further arguments"):
         trees.floating_leaves({**params, "n": [torch.tensor(1)]})
-    with pytest.raises(TypeError, match=r"found torch.complex64 in 'c'"):
+    with pytest.raises(TypeError, match=r"found torch.complex64 .* in 'c'"):
         trees.floating_leaves({"c": torch.ones(1) + 1j})
-    with pytest.raises(TypeError, match="found str in 's'"):
+    with pytest.raises(TypeError, match="found 'relu' in 's'"):
         trees.floating_leaves({"s": "relu"})
     with pytest.raises(ValueError, match="expected at least one parameter tensor, found an empty tree"):
         trees.floating_leaves([{}, ()])

@@ -217,7 +217,7 @@ def test_bad_input_is_named(bad):
         clip_by_norm(direction, bad)
     with pytest.raises(ValueError, match=r"global_norm: norm_type must be a number >= 1, found"):
         global_norm(direction, bad)
-    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 in 'n'"):
+    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 .* in 'n'"):
         clip_by_norm({"n": torch.ones(2, dtype=torch.int64)}, 1.0)
     with pytest.raises(ValueError, match=r"clip_by_norm: expected at least one parameter tensor"):
         clip_by_norm({}, 1.0)

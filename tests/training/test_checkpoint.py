@@ -299,15 +299,17 @@ def test_what_does_not_fit_is_refused_by_name():
     for checkpoint, error, words in (
         (state, TypeError, r"checkpoint\['a'\] must be a Tensor, found dict"),
         (torch.ones(1), TypeError, "checkpoint must be a dict by names, found torch.float32"),
-        ({"b": torch.ones(1)}, ValueError, "a checkpoint of version 1, found version none"),
-        ({**good, "functional_jd.version": torch.tensor(9)}, ValueError, "a checkpoint of version 1, found version 9"),
+        ({"b": torch.ones(1)}, ValueError, "a checkpoint of version 1 or 2, found version none"),
+        (
+            {**good, "functional_jd.version": torch.tensor(9)},
+            ValueError,
+            "a checkpoint of version 1 or 2, found version 9",
+        ),
         ({**good, "functional_jd.fields": torch.ones(3)}, ValueError, "found others in 'functional_jd.fields'"),
     ):
         with pytest.raises(error, match=f"^from_checkpoint: .*{words}"):
             fj.from_checkpoint(checkpoint, like=state)
-    with pytest.raises(
-        TypeError, match=r"^to_checkpoint: all leaves must be tensors, and dense, found float in 'a.lr'"
-    ):
+    with pytest.raises(TypeError, match=r"^to_checkpoint: all leaves must be tensors, and dense, found 0.1 in 'a.lr'"):
         fj.to_checkpoint({"a": {"lr": 0.1}})
     with pytest.raises(ValueError, match=r"^to_checkpoint: .*found 'a.b' twice"):
         fj.to_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
@@ -357,6 +359,30 @@ def test_a_file_with_a_flipped_bit_is_refused_or_gives_the_same(tmp_path):
             assert same(found, state), f"bit {bit}"
         raw[bit // 8] ^= 1 << bit % 8
     assert refused > 50
+
+
+def test_signs_that_change_together_are_found():
+    for dtype in (torch.float64, torch.float32, torch.complex128):
+        state = {"w": torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype)}
+        good = fj.to_checkpoint(state)
+        for places in ([0, 1], [1, 3], [0, 1, 2, 3]):
+            other = good["w"].index_copy(0, torch.tensor(places), -good["w"][places])
+            with pytest.raises(ValueError, match="others in 'w': their checksums differ"):
+                fj.from_checkpoint({**good, "w": other}, like=state)
+
+
+def test_checkpoints_of_version_1_load_and_are_verified():
+    like = {"b": torch.zeros(1), "w": torch.zeros(2, dtype=torch.float64)}
+    old = {
+        "b": torch.tensor([3.0]),
+        "w": torch.tensor([1.0, -2.0], dtype=torch.float64),
+        "functional_jd.fields": torch.tensor([123, 125], dtype=torch.uint8),
+        "functional_jd.version": torch.tensor(1),
+        "functional_jd.checksums": torch.tensor([1077936128, 498, 9218868437227405312]),
+    }
+    assert same(fj.from_checkpoint(old, like), {"b": old["b"], "w": old["w"]})
+    with pytest.raises(ValueError, match="others in 'b': their checksums differ"):
+        fj.from_checkpoint({**old, "b": -old["b"]}, like)
 
 
 def test_checkpoints_without_checksums_and_names_still_load():

@@ -477,7 +477,7 @@ def test_bad_input_is_named():
         (lambda: take(aggregator=fj.modo()), ValueError, "step: the rule must use one batch.*by hand"),
         (lambda: begin(scale=wide), ValueError, r"scale must be of shape \[\] or \[2\].*found \[3\]"),
         (lambda: begin({"n": torch.ones(2).long()}), TypeError, "train_state: all leaves must be floating-point.*'n'"),
-        (lambda: begin(losses=number), TypeError, "losses must be floating-point tensors, found float"),
+        (lambda: begin(losses=number), TypeError, "losses must be floating-point tensors, found 1.0"),
     ):
         with pytest.raises(error, match=words):
             run()
