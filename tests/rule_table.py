@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from pages import line, write_between
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, start
@@ -61,7 +62,6 @@ _COLUMNS = {
     permutation_equivariant: "any row order",
     rotation_blind: "rotation blind",
 }
-_OPEN, _CLOSE = "<!-- rules -->", "<!-- /rules -->"
 
 
 class Entry(NamedTuple):
@@ -108,25 +108,13 @@ def jacobians_for(name: str) -> st.SearchStrategy[Any]:
 
 def rules_table() -> str:
     """All rules as a Markdown table: what each reads and stores, and the laws that it claims."""
-    lines = [_row(["rule", "reads", "memory", *_COLUMNS.values()])]
-    lines.append(_row(["---", "---", "---", *[":-:"] * len(_COLUMNS)]))
+    rows = [["---", "---", "---", *[":-:"] * len(_COLUMNS)]]
     for name, entry in RULES.items():
-        if _takes_rules(name):
-            marks = ["as its rules"] + [""] * (len(_COLUMNS) - 1)
-        else:
-            marks = [_mark(entry, law) for law in _COLUMNS]
-        seen = "as its rules" if _takes_rules(name) else _seen_by(rule_of(name))
-        lines.append(_row([f"`{name}`", seen, _state_of(name), *marks]))
-    return "\n".join(lines)
-
-
-def with_rules_table(text: str) -> str:
-    """The text with the new table between its marks."""
-    before, opening, rest = text.partition(_OPEN)
-    _, closing, after = rest.partition(_CLOSE)
-    assert opening, text
-    assert closing, text
-    return f"{before}{_OPEN}\n{rules_table()}\n{_CLOSE}{after}"
+        marks, seen = [_mark(entry, law) for law in _COLUMNS], _seen_by(rule_of(name))
+        if any("Aggregator" in str(p.annotation) for p in inspect.signature(builder(name)).parameters.values()):
+            marks, seen = ["as its rules"] + [""] * (len(_COLUMNS) - 1), "as its rules"
+        rows.append([f"`{name}`", seen, _state_of(name), *marks])
+    return "\n".join(map(line, [["rule", "reads", "memory", *_COLUMNS.values()], *rows]))
 
 
 def _mark(entry: Entry, law: Law) -> str:
@@ -138,14 +126,6 @@ def _mark(entry: Entry, law: Law) -> str:
         shown = {name: " to ".join(f"{x:g}" for x in dict.fromkeys(ends)) for name, ends in entry.where[law].items()}
         return ", ".join(f"`{name}` {ends}" for name, ends in shown.items())
     return "✓" if law in entry.claims else ""
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _takes_rules(name: str) -> bool:
-    return any("Aggregator" in str(p.annotation) for p in inspect.signature(builder(name)).parameters.values())
 
 
 def _seen_by(rule: Aggregator) -> str:
@@ -389,4 +369,4 @@ RULES: dict[str, Entry] = {
 
 if __name__ == "__main__":
     for page in map(Path, sys.argv[1:]):
-        page.write_text(with_rules_table(page.read_text(encoding="utf-8")), encoding="utf-8")
+        write_between(page, "<!-- rules -->", "<!-- /rules -->", rules_table())

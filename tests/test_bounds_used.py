@@ -16,7 +16,7 @@ LEFT = {
     "fronts": (3, "how far steps of a given size lead"),
     "random": (2, "shares of bits, five deviations wide"),
     "reports": (2, "how far training has come"),
-    "evidence": (12, "tables are printed with few digits, and trainings of other orders of sums compared"),
+    "evidence": (11, "tables are printed with few digits, and trainings of other orders of sums compared"),
     "benchmarks": (2, "other methods end within their own tolerance"),
     ".": (2, "how far training has come"),
 }

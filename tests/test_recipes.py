@@ -91,14 +91,6 @@ def clipped(optimizer, clip):
     return fj.Optimizer(optimizer.init, lambda direction, *rest: optimizer.update(clip(direction), *rest))
 
 
-def descend(jacobian, finite, params, moments, scale, optimizer):
-    """What `step` does after the Jacobian."""
-    direction = fj.aggregate(fj.mean(), jacobian).direction
-    new = optimizer.update(direction, moments, params)
-    params, moments = fj.precision.select(finite, new, (params, moments))
-    return params, moments, fj.update_scale(scale, finite)
-
-
 # Typical training
 
 OPTIMIZERS = {
@@ -162,12 +154,6 @@ def test_clipping_of_unscaled_directions(how):
 # Accumulation
 
 
-def accumulated(losses, scale, params, parts):
-    """The mean of the Jacobians of micro-batches, and which of its rows are finite."""
-    jacobians, _, flags = zip(*(fj.jacobian_fn(losses, scale=scale)(params, *part) for part in parts), strict=True)
-    return tree_map(lambda *rows: sum(row / len(rows) for row in rows), *jacobians), torch.stack(flags).all(0)
-
-
 @pytest.mark.parametrize("spoiled", [None, 2])
 def test_accumulation_over_micro_batches(spoiled):
     original, optimizer = Original(), fj.sgd(1.0)
@@ -180,7 +166,9 @@ def test_accumulation_over_micro_batches(spoiled):
         original.scaler.step(original.optimizer)
         original.scaler.update()
 
-        params, moments, scale = descend(*accumulated(losses, scale, params, pair), params, moments, scale, optimizer)
+        found = fj.accumulate(losses, pair, params=params, aggregator=fj.mean(), scale=scale)
+        new = optimizer.update(found.direction, moments, params)
+        (params, moments), scale = fj.precision.select(found.moved, new, (params, moments)), found.scale
         original.agrees(params, scale)
     assert scale.scale == (128.0 * 2**4 if spoiled is None else 128.0 * 2**2)  # once per effective batch
 

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import steps
 import torch
-from models import Tasks, tasks, trunk_and_batch, values
+from models import Tasks, tasks, trunk_and_batch
 
 import functional_jd as jd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script finds the neighbours of its folder too
 from simulated import Device, announce, simulated
-from steps import loop, of_mean, of_tasks
 
 announce()
 
@@ -33,7 +33,6 @@ RULES: dict[str, Callable[[], Any]] = {
 }
 FORMS = ("one scale", "a scale per objective", "autocast float16")
 ONE_SCALE = "one scale that moves"
-_RATE, _SCALE = 1e-3, 2.0**10
 
 
 class Count(NamedTuple):
@@ -56,23 +55,11 @@ class Count(NamedTuple):
 
 def ours(case: tuple[str, int], rule: str, form: str = FORMS[0], limit: int | None = None) -> Count:
     """`step` with default arguments; an error after so many launches."""
+    shape = {FORMS[0]: None, ONE_SCALE: ()}.get(form, (case[1],))
     with simulated() as device:
-        model = _model(case)
-        low = {"low": partial(jd.autocast, dtype=torch.float16)} if form == FORMS[2] else {}
-        how: dict[str, Any] = {
-            "losses": model.losses(**low),
-            "aggregator": RULES[rule](),
-            "optimizer": jd.adamw(lr=_RATE),
-        }
-        shape = () if form == ONE_SCALE else (case[1],)
-        scale = None if form == FORMS[0] else jd.scale_state(_SCALE, shape=shape, device="sim")
-        state = [jd.train_state(model.tree(values), *model.batch, scale=scale, **how)]
-
-        def call() -> None:
-            state[0], _ = jd.step(state[0], *model.batch, **how)
-
+        side = steps.ours(partial(_model, case), _precision(form), RULES[rule](), shape=shape)
         device.limit = limit
-        return _counted(device, call)
+        return _counted(device, side.call)
 
 
 def peers(case: tuple[str, int], rule: str, form: str = FORMS[0]) -> Count | None:
@@ -82,20 +69,23 @@ def peers(case: tuple[str, int], rule: str, form: str = FORMS[0]) -> Count | Non
     rules = {"mean": Mean, "upgrad": UPGrad, "config": ConFIG, "mgda": MGDA, "cagrad": partial(CAGrad, c=0.5)}
     rules |= {"nash_mtl": partial(NashMTL, n_tasks=case[1])}
 
-    return _looped(case, form, lambda model: of_tasks(model, None, rules[rule]()))
+    return _looped(case, form, lambda model: steps.of_tasks(model, None, rules[rule]()))
 
 
 def plain(case: tuple[str, int], form: str = FORMS[0]) -> Count | None:
     """Training of the mean loss as everybody writes it."""
-    return _looped(case, form, lambda model: of_mean(model.mean))
+    return _looped(case, form, lambda model: steps.of_mean(model.mean))
 
 
 def _looped(case: tuple[str, int], form: str, way: Callable[[Tasks], Any]) -> Count | None:
     if form == FORMS[1]:
         return None
     with simulated() as device:
-        precision = "float16" if form == FORMS[2] else "float32"
-        return _counted(device, loop(way, partial(_model, case), precision, fused=True).call)
+        return _counted(device, steps.loop(way, partial(_model, case), _precision(form), fused=True).call)
+
+
+def _precision(form: str) -> str:
+    return "float16" if form == FORMS[2] else "float32"
 
 
 def _model(case: tuple[str, int]) -> Tasks:

@@ -23,9 +23,11 @@ _RATE = 1e-3
 _SCALE = 2.0**10
 
 
-def ours(make: Make, precision: str, rule: Any = None, step: Callable[..., Any] = jd.step, **form: Any) -> Side:
-    """`step` with default arguments; float16 with one scale per objective."""
+def ours(make: Make, precision: str, rule: Any = None, step: Any = jd.step, shape: Any = None, **form: Any) -> Side:
+    """`step` with default arguments, and scales of this shape; float16 with one scale per objective."""
     model = make()
+    if shape is None and precision == "float16":
+        shape = (_objectives(model),)
     low = {} if precision == "float32" else {"low": partial(jd.autocast, dtype=getattr(torch, precision))}
     how: dict[str, Any] = {
         "losses": model.losses(**low, **form),
@@ -33,7 +35,7 @@ def ours(make: Make, precision: str, rule: Any = None, step: Callable[..., Any] 
         "optimizer": jd.adamw(lr=_RATE),
     }
     batch, params, device = model.batch, model.tree(values), model.batch[0].device
-    scale = jd.scale_state(_SCALE, shape=_objectives(model), device=device) if precision == "float16" else None
+    scale = None if shape is None else jd.scale_state(_SCALE, shape=shape, device=device)
     state = [jd.train_state(params, *batch, scale=scale, **how)]
 
     def call() -> Any:

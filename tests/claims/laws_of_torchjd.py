@@ -12,8 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script finds the neighbours of its folder too
+
 import hypothesis
 import torch
+from pages import table, write_between
+from peer_rules import AGGREGATORS
 from torchjd import aggregation as peer
 
 from functional_jd.aggregation import AffineWeights
@@ -57,26 +61,15 @@ def reset(aggregator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return direction
 
 
-# Fresh in every call where an aggregator has a state; with its defaults, or the values of its tests.
-AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "AlignedMTL": lambda J: peer.AlignedMTL()(J),
-    "CAGrad(0.5)": lambda J: peer.CAGrad(0.5)(J),
-    "ConFIG": lambda J: peer.ConFIG()(J),
-    "Constant(1, 2, ...)": lambda J: peer.Constant(torch.arange(1, len(J) + 1, dtype=J.dtype))(J),
-    "DualProj": lambda J: peer.DualProj()(J),
-    "ExcessMTL": reset(peer.ExcessMTL()),
-    "FairGrad(1)": lambda J: peer.FairGrad(1.0)(J),
-    "GradDrop": lambda J: peer.GradDrop()(J),
-    "GradVac": lambda J: peer.GradVac()(J),
-    "IMTLG": lambda J: peer.IMTLG()(J),
-    "Mean": lambda J: peer.Mean()(J),
-    "MGDA": lambda J: peer.MGDA()(J),
-    "PCD": lambda J: peer.PCD()(J),
-    "PCGrad": lambda J: peer.PCGrad()(J),
-    "Random": lambda J: peer.Random()(J),
-    "Sum": lambda J: peer.Sum()(J),
-    "UPGrad": lambda J: peer.UPGrad()(J),
+LEFT_OUT = ("Krum(1)", "NashMTL(m)", "TrimmedMean(1)")  # the page says why
+# Fresh in every call where an aggregator has a state.
+RULES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    name.removesuffix("()"): lambda J, make=make: make(len(J))(J)
+    for name, make in AGGREGATORS.items()
+    if name not in LEFT_OUT
 }
+RULES["ExcessMTL"] = reset(peer.ExcessMTL())
+RULES["Constant(1, 2, ...)"] = lambda J: peer.Constant(torch.arange(1, len(J) + 1, dtype=J.dtype))(J)
 
 SLOW = ("FairGrad(1)",)  # calls a solver of SciPy
 
@@ -85,7 +78,7 @@ def broken(name: str) -> dict[str, dict[str, str]]:
     """By law that is broken, the smallest matrix and the error."""
     torch.manual_seed(0)
     settings = hypothesis.settings(SETTINGS, max_examples=8) if name in SLOW else SETTINGS
-    found = laws_of(black_box(AGGREGATORS[name]), *LAWS, settings=settings)
+    found = laws_of(black_box(RULES[name]), *LAWS, settings=settings)
     return {law: shown(example) for law, example in found.items() if isinstance(example, Counterexample)}
 
 
@@ -96,20 +89,19 @@ def shown(example: Counterexample) -> dict[str, str]:
     return {"matrix": str(example.jacobian.tolist()), "error": kind + line}
 
 
-def table(stored: dict[str, Any]) -> list[str]:
-    """Rows are laws, in the order of `ALWAYS` and `BY_CLAIM`; columns are aggregators."""
-    names = [name for name in AGGREGATORS if name in stored]
-    lines = ["| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
-    for law in LAWS:
-        cells = ("**no**" if law.__name__ in stored[name] else "yes" for name in names)
-        lines.append(f"| `{law.__name__}` | " + " | ".join(cells) + " |")
-    return lines
+def by_law(stored: dict[str, Any]) -> str:
+    """A table: rows are laws, in the order of `ALWAYS` and `BY_CLAIM`; columns are aggregators."""
+    names = [name for name in RULES if name in stored]
+    rows = [
+        [f"`{law.__name__}`", *("**no**" if law.__name__ in stored[name] else "yes" for name in names)] for law in LAWS
+    ]
+    return table(["", *names], rows)
 
 
 def counterexamples(stored: dict[str, Any]) -> list[str]:
     """For every broken law, the smallest matrix and the error."""
     lines = []
-    for name in AGGREGATORS:
+    for name in RULES:
         if stored.get(name):
             lines += ["", f"### {name}", ""]
             lines += [line(law, **found) for law, found in stored[name].items()]
@@ -126,15 +118,14 @@ def write(stored: dict[str, Any]) -> None:
     """Keep what was found, and write it into the page."""
     STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     versions = f"torch {torch.__version__.partition('+')[0]}, torchjd {importlib.metadata.version('torchjd')}"
-    made = [f"Measured with {versions}.", "", *table(stored), "", "## Counterexamples", *counterexamples(stored), ""]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + "\n".join([BEGIN, "", *made]) + END + rest.partition(END)[2], encoding="utf-8")
+    made = [f"Measured with {versions}.", by_law(stored), "## Counterexamples"]
+    write_between(PAGE, BEGIN, END, "\n\n".join(made) + "\n" + "\n".join(counterexamples(stored)))
 
 
 def main(names: list[str]) -> None:
     """Test the aggregators named, or all."""
     warnings.simplefilter("ignore")
-    for name in names or AGGREGATORS:
+    for name in names or RULES:
         found = broken(name)
         print(name, *found, file=sys.stderr, flush=True)
         write((json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}) | {name: found})

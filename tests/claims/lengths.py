@@ -4,18 +4,17 @@ Ours are tested beside exact solutions in `tests/aggregators` and `tests/exact`.
 """
 
 import torch
-from peer_rules import reason
+from peer_rules import AGGREGATORS, reason, unit_distance
 from torch import Tensor
-from torchjd import aggregation as peer
 
 import functional_jd as jd
 
-PAIRS = {
-    "UPGrad()": (lambda m: peer.UPGrad(), jd.upgrad()),
-    "NashMTL(m)": (peer.NashMTL, jd.nash_mtl()),
-    "ConFIG()": (lambda m: peer.ConFIG(), jd.config()),
-    "CAGrad(0.5)": (lambda m: peer.CAGrad(0.5), jd.cagrad(0.5)),
-    "IMTLG()": (lambda m: peer.IMTLG(), jd.imtl_g()),
+OURS = {
+    "UPGrad()": jd.upgrad(),
+    "NashMTL(m)": jd.nash_mtl(),
+    "ConFIG()": jd.config(),
+    "CAGrad(0.5)": jd.cagrad(0.5),
+    "IMTLG()": jd.imtl_g(),
 }
 FAR = 0.01
 
@@ -35,15 +34,14 @@ def spread(ratio: float, seed: int) -> Tensor:
 
 def apart(name: str, J: Tensor, unit: bool) -> float:
     """The distance of the two directions, of length one or relative to the peer's."""
-    theirs, ours = PAIRS[name]
-    one, other = theirs(len(J))(J), jd.aggregate(ours, J).direction
-    return float((one / one.norm() - other / other.norm()).norm() if unit else (one - other).norm() / one.norm())
+    one, other = AGGREGATORS[name](len(J))(J), jd.aggregate(OURS[name], J).direction
+    return unit_distance(one, other) if unit else float((one - other).norm() / one.norm())
 
 
 def measure() -> dict[str, str]:
     """Median and largest distance, by rule and ratio; of random lengths also how many are far apart."""
     found = {}
-    for name in PAIRS:
+    for name in OURS:
         texts = []
         for ratio in (1.0, 1e1, 1e2, 1e3, 1e4):
             try:

@@ -11,7 +11,7 @@ from bounds import check_within
 from problems import PROBLEMS, Entry
 from problems_development import beta_vae
 from study_cells import load_all, path_of
-from study_fronts import RATES, area, beside_sums, front_cell, on_the_front, preferences, sizes, utility, worth
+from study_fronts import RATES, beside_sums, front_cell, preferences, sizes, utility, worth
 from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal, run
 from study_problem import splits
 from study_queue import FROZEN
@@ -175,17 +175,6 @@ def test_a_candidate_is_the_training_of_its_preference_and_rate():
         torch.testing.assert_close(
             validation[moment, place], alone.validation_parts[steps - 1, 0], rtol=1e-3, atol=1e-3
         )
-
-
-def test_the_area_is_what_points_dominate():
-    """Beside a count of 10^6 random points, which has a deviation of 5e-4."""
-    g = torch.Generator().manual_seed(0)
-    points = torch.rand(12, 2, generator=g, dtype=torch.float64)
-    anywhere = torch.rand(1_000_000, 2, generator=g, dtype=torch.float64)
-    count = (anywhere[:, None] <= points).all(-1).any(1).double().mean()
-    assert abs(area(points) - count) < 3e-3
-    expected = [not any(bool((q >= p).all() and (q > p).any()) for q in points) for p in points]
-    assert on_the_front(points).tolist() == expected
 
 
 def test_validation_chooses_and_test_is_shown():
