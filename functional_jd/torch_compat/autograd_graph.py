@@ -20,7 +20,7 @@ _run_backward: Any = private("autograd.graph._engine_run_backward", "backward pa
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
     """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
     ends = {get_gradient_edge(x).node for x in inputs}
-    return nodes_from([y.grad_fn for y in outputs if y.grad_fn is not None], ends)
+    return nodes_from(filter(None, [y.grad_fn for y in outputs]), ends)
 
 
 def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
@@ -34,6 +34,12 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
                 found[following] = None
                 order.append(following)
     return order
+
+
+def leaves_behind(roots: Iterable[Any], ends: Container[Any] = ()) -> dict[int, Tensor]:
+    """The leaf tensors that a backward pass from these nodes reaches, by id."""
+    leaves = [getattr(node, "variable", None) for node in nodes_from(filter(None, roots), ends)]
+    return {id(x): x for x in leaves if x is not None}
 
 
 def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
@@ -127,9 +133,7 @@ class OwnParameters(TorchFunctionMode):
     def check(self, x: Tensor) -> None:
         """Raise ValueError if it requires grad and is not a leaf of the graph."""
         if self.used is None:
-            roots = [y.node if isinstance(y, GradientEdge) else y.grad_fn for y in self.outputs]
-            leaves = (getattr(node, "variable", None) for node in nodes_from(roots))
-            self.used = {id(leaf) for leaf in leaves if leaf is not None}
+            self.used = {*leaves_behind([y.node if isinstance(y, GradientEdge) else y.grad_fn for y in self.outputs])}
         if x.requires_grad and id(x) not in self.used:
             raise ValueError(
                 f"{here()}: what runs again in the backward pass must use the parameters of the forward pass, "

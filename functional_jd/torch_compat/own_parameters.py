@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.autograd_graph import nodes_from
+from functional_jd.torch_compat.autograd_graph import leaves_behind
 from functional_jd.torch_compat.torch_internals import function_name, innermost, traceable
 from functional_jd.torch_compat.watching import IN_PLACE_NAMES
 
@@ -53,9 +53,8 @@ class UsedParameters(TorchFunctionMode):
         """The names of those that were used, and of those that the graph of these outputs reaches: a mode does not see
         what scripted layers do.
         """
-        roots = [node for x in outputs if (node := innermost(x).grad_fn) is not None]
-        variables = (getattr(node, "variable", None) for node in nodes_from(roots, self.ends))
-        return self.used + [self.names[id(x)] for x in variables if id(x) in self.names]
+        leaves = leaves_behind((innermost(x).grad_fn for x in outputs), self.ends)
+        return self.used + [self.names[x] for x in leaves if x in self.names]
 
 
 class UnchangedParameters(TorchFunctionMode):

@@ -24,7 +24,7 @@ from functional_jd.objectives.functional import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.autograd_graph import nodes_from
+from functional_jd.torch_compat.autograd_graph import leaves_behind, nodes_from
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
@@ -77,7 +77,7 @@ def check_learning(
             _warn_of_lost_buffers(journal, calls, returned)
         if noised:
             _warn_of_buffers_without_noise(before, returned)
-    found = _leaves_behind(nodes := _nodes(tree_leaves(values)))
+    found = leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, named, nodes, training)
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
@@ -231,14 +231,8 @@ def _reached(loss: Tensor, points: set[int]) -> list[set[int]]:
     """By element, the ids of the points behind it. Stacked losses have their own each, others all the same."""
     nodes = _nodes([loss])
     if nodes and nodes[0].name() == "StackBackward0" and loss.ndim == 1:
-        return [points & _leaves_behind([part]).keys() for part, _ in nodes[0].next_functions]
-    return [points & _leaves_behind(nodes).keys()] * loss.numel()
-
-
-def _leaves_behind(nodes: list[Any]) -> dict[int, Tensor]:
-    """The leaf tensors of plain autograd behind some nodes, by id."""
-    leaves = [getattr(node, "variable", None) for node in nodes_from([x for x in nodes if x is not None])]
-    return {id(x): x for x in leaves if x is not None}
+        return [points & leaves_behind([part]).keys() for part, _ in nodes[0].next_functions]
+    return [points & leaves_behind(nodes).keys()] * loss.numel()
 
 
 def detach_parameters(params: Params) -> Params:
