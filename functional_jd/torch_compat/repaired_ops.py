@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.callers import here
@@ -92,20 +91,6 @@ def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
             f"{here()}: expected a loss of one example without BatchNorm in training mode, found batch_norm of a batch "
             "of one, which has no statistics. Use eval mode, GroupNorm, or plain losses without per_example."
         )
-
-
-class RepairedOps(TorchFunctionMode):
-    """Calls the repaired forms, which torch.compile traces; `examples`: batch normalization of one example raises."""
-
-    def __init__(self, examples: bool = False):
-        super().__init__()
-        self.examples = examples
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, kwargs = traceable(func), kwargs or {}
-        if self.examples and func in BATCH_NORMS:
-            refuse_statistics_of_one(args, kwargs)
-        return REPAIRED.get(func, func)(*args, **kwargs)
 
 
 class SeparateNormAffine(RecomputedMode):

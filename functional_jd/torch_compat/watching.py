@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.callers import here
-from functional_jd.torch_compat.repaired_ops import BATCH_NORMS, REPAIRED, RepairedOps, refuse_statistics_of_one
+from functional_jd.torch_compat.repaired_ops import BATCH_NORMS, REPAIRED, refuse_statistics_of_one
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
     is_wrapped,
+    traceable,
     transform_level,
     under_transform,
     vmaps_inside,
@@ -99,37 +100,40 @@ class StateJournal:
 
     def watch(self) -> TorchFunctionMode:
         """A mode that notes every op."""
-        return Watch(self, None)
+        return Watch(self)
 
 
 class Watch(TorchFunctionMode):
     """A mode that sees every op, for what cannot be known without. The journal notes what is changed in place.
 
-    If it watches the loss of one example, `level` is `transform_level()`, else None. The innermost `torch.vmap`, if
-    there is one, then stands for a loop over examples, and batch normalization of a batch of one raises.
+    With `examples`, it watches the loss of one example. The innermost `torch.vmap`, if there is one, then stands for a
+    loop over examples, and batch normalization of a batch of one raises.
     """
 
-    def __init__(self, journal: StateJournal | None, level: Any = None):
+    def __init__(self, journal: StateJournal | None, *, examples: bool = False):
         super().__init__()
-        self.journal, self.level = journal, level
+        self.journal, self.examples = journal, examples
+        self.level = transform_level() if examples and not torch.compiler.is_compiling() else None
         # Under a transform, ops that torch differentiates wrongly there take their repaired forms.
         self.forms: dict[Any, Any] = REPAIRED if under_transform() else {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # which cannot look these up
+            return self.call(traceable(func), *args, **kwargs)
         if func not in SEEN and kwargs.keys().isdisjoint(SEEN_WITH):
             return func(*args, **kwargs)
         return self.call(func, *args, **kwargs)
 
     def call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call an op of `SEEN`, or one with an argument of `SEEN_WITH`."""
-        if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
+        if self.level is not None and func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
-        if self.level is not None and func in BATCH_NORMS:
+        if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs)
         if self.journal is not None:
             self.journal.note(func, args, kwargs)
-        if func in _SELECT_SCATTER and not self.forms and vmaps_inside(0) and any(map(is_wrapped, args[:2])):
+        if not self.forms and func in _SELECT_SCATTER and vmaps_inside(0) and any(map(is_wrapped, args[:2])):
             raise ValueError(
                 f"{here()}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "
                 "computes wrongly there. Write torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)."
@@ -157,17 +161,14 @@ def watched(
     """
 
     def run(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            with RepairedOps(examples), inner or nullcontext():
-                return f(*args)
-        mode: AbstractContextManager[Any] = inner or nullcontext()
+        around: AbstractContextManager[Any] = nullcontext()
         if journal is not None or examples or under_transform():
-            watch = Watch(journal, transform_level() if examples else None)
-            if inner is None:
-                mode = watch
+            watch = Watch(journal, examples=examples)
+            if inner is None or torch.compiler.is_compiling():
+                around = watch
             else:
                 inner.watch = watch
-        with mode:
+        with around, inner or nullcontext():
             return f(*args)
 
     return run
