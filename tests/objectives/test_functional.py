@@ -78,51 +78,6 @@ def test_an_embedding_with_a_largest_norm_leaves_the_parameters(kind):
     same(state_of(module), before)
 
 
-def rows_by_hand(module, params, losses):
-    """Rows of a copy of the module that holds these parameters."""
-    theirs = copy.deepcopy(module)
-    with torch.no_grad():
-        for key, p in theirs.named_parameters():
-            p.copy_(params[key])
-    values = losses(theirs(X))
-    rows = [torch.autograd.grad(y, list(theirs.parameters()), retain_graph=True) for y in values]
-    return {key: torch.stack([row[i] for row in rows]) for i, (key, _) in enumerate(theirs.named_parameters())}
-
-
-@pytest.mark.parametrize("engine", ["jacobian", "loop", "gramian", "weighted"])
-def test_rows_through_checkpoints_are_right_from_the_first_step_to_the_second(engine):
-    module = made("checkpointed")
-    apply = fj.functional(module)
-    params, buffers = parts(module, 0.5)
-    heads = lambda y: [y.square().mean(), y.sin().mean(), y.abs().mean(), y.exp().mean()]
-    losses = lambda params, x: heads(apply(params, buffers, x)[0])
-    expected = rows_by_hand(module, params, heads)
-    weights = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
-    if engine == "weighted":
-        found = fj.weighted_fn(losses)(params, X)[1](weights)[0]
-    elif engine == "gramian":
-        found = fj.gramian_fn(losses)(params, X)[2](weights)[0]
-    else:
-        mode = "loop" if engine == "loop" else "auto"
-        rows = fj.jacobian_fn(losses, mode=mode)(params, X)[0]
-        same(rows, expected)
-        return
-    same(found, {key: torch.tensordot(weights.float(), rows, 1) for key, rows in expected.items()})
-
-
-def test_composes_with_vmap_over_seeds():
-    modules = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(3)]
-    stacked = [
-        {key: torch.stack([dict(tree)[key] for tree in trees]) for key in dict(trees[0])}
-        for trees in zip(*(parts(m) for m in modules), strict=True)
-    ]
-    apply = fj.functional(modules[0])
-    outputs, moved = torch.vmap(apply, in_dims=(0, 0, None))(*stacked, X)
-    for i, module in enumerate(modules):
-        torch.testing.assert_close(outputs[i], module(X))
-        same({key: b[i] for key, b in moved.items()}, dict(module.named_buffers()))
-
-
 def test_batch_statistics_are_mapped_with_the_parameters():
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
     apply, (params, buffers) = fj.functional(module), parts(module)
@@ -183,19 +138,25 @@ def test_a_module_that_is_converted_afterwards_takes_the_same_names():
     same(moved, dict(module.named_buffers()))
 
 
-@pytest.mark.parametrize(
-    ("params", "buffers", "error", "words"),
-    [
-        ([1], {}, TypeError, r"functional: params must be a dict of tensors by name, found list\. .*named_parameters"),
-        ({"weight": 1.0}, {}, TypeError, r"params must be a dict of tensors by name, found a dict with other values"),
-        ({}, {}, ValueError, r"params must have the names of module\.named_parameters\(\), found \['bias', 'weight'\]"),
-        ({"weight": X, "bias": X, "more": X}, {}, ValueError, r"\['more'\] unknown.*merge"),
-        ({"weight": X, "bias": X}, {"b": X}, ValueError, r"buffers must have the names of module\.named_buffers\(\)"),
-    ],
-)
-def test_mistakes_are_named_with_their_cure(params, buffers, error, words):
-    with pytest.raises(error, match=words):
-        fj.functional(nn.Linear(4, 3))(params, buffers, X)
+MISTAKES = [
+    ([1], {}, TypeError, r"functional: params must be a dict of tensors by name, found list\. .*named_parameters"),
+    ({"weight": 1.0}, {}, TypeError, r"params must be a dict of tensors by name, found a dict with other values"),
+    ({}, {}, ValueError, r"params must have the names of module\.named_parameters\(\), found \['bias', 'weight'\]"),
+    ({"weight": X, "bias": X, "more": X}, {}, ValueError, r"\['more'\] unknown.*merge"),
+    ({"weight": X, "bias": X}, {"b": X}, ValueError, r"buffers must have the names of module\.named_buffers\(\)"),
+]
+
+
+def test_mistakes_are_named_with_their_cure():
+    for params, buffers, error, words in MISTAKES:
+        with pytest.raises(error, match=words):
+            fj.functional(nn.Linear(4, 3))(params, buffers, X)
+    with pytest.raises(TypeError, match=r"functional: expected an nn\.Module, found builtin_function_or_method\. Pass"):
+        fj.functional(torch.relu)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    losses = lambda params, x: fj.functional(lazy)(params, {}, x)[0].mean(0)
+    with pytest.raises(ValueError, match=r"Call `forward` with a dummy batch to initialize the parameters"):
+        fj.train_state(dict(lazy.named_parameters()), X, losses=losses, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
 
 
 class Average(nn.Module):
@@ -228,11 +189,6 @@ def test_a_buffer_without_a_value_before_is_refused(registered):
     assert (buffers["average"] != net.average).all()
     net = Average(False, registered)
     assert fj.functional(net)(params, {}, x)[1] == {}
-
-
-def test_what_is_no_module_is_named():
-    with pytest.raises(TypeError, match=r"functional: expected an nn\.Module, found builtin_function_or_method\. Pass"):
-        fj.functional(torch.relu)
 
 
 class FullyShardedDataParallel(nn.Module):

@@ -79,8 +79,7 @@ def test_eval_mode_and_group_norm_are_the_cures():
         assert losses(params, x).shape == (5,)
 
 
-@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn])
-def test_standardized_weights_are_no_batch_of_examples(fn):
+def test_standardized_weights_are_no_batch_of_examples():
     """As networks without normalization layers have them: statistics of each filter, from `batch_norm`."""
     draw = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(3, 2, 2, generator=draw).double(), torch.randn(4, 2, 5, generator=draw).double())
@@ -96,15 +95,12 @@ def test_standardized_weights_are_no_batch_of_examples(fn):
         return nn.functional.conv1d(x[None], flat.reshape(w.shape)).square().sum()
 
     rows = torch.stack([torch.func.grad(by_hand)(weight, one) for one in x])
-    found = fn(fj.per_example(loss))(weight, x)
+    torch.testing.assert_close(fj.jacobian_fn(fj.per_example(loss))(weight, x)[0], rows)
+    gramian, _, pullback = fj.gramian_fn(fj.per_example(loss))(weight, x)
+    torch.testing.assert_close(gramian, rows.flatten(1) @ rows.flatten(1).T)
     weights = torch.tensor([0.5, 2.0, -1.0, 0.0], dtype=torch.float64)
-    if fn is fj.jacobian_fn:
-        torch.testing.assert_close(found[0], rows)
-    else:
-        direction, _ = found[-1](weights)
-        torch.testing.assert_close(direction, torch.tensordot(weights, rows, 1))
-    if fn is fj.gramian_fn:
-        torch.testing.assert_close(found[0], rows.flatten(1) @ rows.flatten(1).T)
+    for pull in (pullback, fj.weighted_fn(fj.per_example(loss))(weight, x)[1]):
+        torch.testing.assert_close(pull(weights)[0], torch.tensordot(weights, rows, 1))
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.sampled_from([fj.jacobian_fn, fj.gramian_fn]))
