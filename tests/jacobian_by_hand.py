@@ -10,9 +10,9 @@ from torch.utils import _pytree
 from zoo import BATCH, MODELS, by_example, plain, tasks
 
 from functional_jd.core.heads import split_heads, with_heads
+from functional_jd.engines import Plan
 from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of
-from functional_jd.engines.plan import Plan
 from functional_jd.objectives import PerExample
 from functional_jd.precision.loss_scale import multiplier
 

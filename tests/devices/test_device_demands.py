@@ -1,26 +1,18 @@
-"""What an accelerator asks of a step: no waiting, few launches, no float64 where there is none, one place for all.
-
-What fails is a finding, and says which; whoever mends it takes the mark away.
-"""
+"""What an accelerator asks of a step: no waiting, few launches, no float64 where there is none, one place for all."""
 
 from functools import partial
 
 import pytest
 import torch
 from bounds import check_same
+from jacobian_by_hand import KINDS
 from simulated import simulated
 from torch.utils._pytree import tree_leaves, tree_map
-from zoo import MODELS, by_example, plain, tasks
+from zoo import MODELS
 
 import functional_jd as jd
 from functional_jd import views
 from functional_jd.solvers.linear_program import simplex_projection
-
-KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
-
-
-def finding(reason, raises=RuntimeError):
-    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
 
 
 def on_device(device, kind, dtype=torch.float32):
@@ -44,14 +36,6 @@ def warm_step(device, losses, params, *batch, aggregator=None, optimizer=None, e
 # Where things stand
 
 
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_a_scale_follows_the_parameters(shape):
-    with simulated() as device:
-        losses, params, batch = on_device(device, "tasks")
-        state, info = warm_step(device, losses, params, *batch, scale=jd.scale_state(2.0**8, shape=shape))
-        assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
-
-
 def test_a_key_follows_the_parameters():
     def losses(params, key, x):
         key, now = jd.random.split(key)
@@ -64,18 +48,20 @@ def test_a_key_follows_the_parameters():
 
 
 HOST_NUMBERS = {
-    "constant": lambda: jd.constant(torch.tensor([1.0, 2.0, 3.0])),
-    "pbi": lambda: jd.pbi(5.0, torch.tensor([1.0, 1.0, 2.0])),
-    "clipped": lambda: jd.clipped(torch.tensor(1.0)),
-    "random_weights": lambda: jd.random_weights(jd.random.key(0)),
+    "one scale": lambda: {"scale": jd.scale_state(2.0**8)},
+    "a scale each": lambda: {"scale": jd.scale_state(2.0**8, shape=(3,))},
+    "constant": lambda: {"aggregator": jd.constant(torch.tensor([1.0, 2.0, 3.0]))},
+    "pbi": lambda: {"aggregator": jd.pbi(5.0, torch.tensor([1.0, 1.0, 2.0]))},
+    "clipped": lambda: {"aggregator": jd.clipped(torch.tensor(1.0))},
+    "random_weights": lambda: {"aggregator": jd.random_weights(jd.random.key(0))},
 }
 
 
 @pytest.mark.parametrize("name", HOST_NUMBERS)
-def test_preferences_and_keys_of_rules_follow_the_parameters(name):
+def test_scales_preferences_and_keys_of_rules_follow_the_parameters(name):
     with simulated() as device:
         losses, params, batch = on_device(device, "tasks")
-        state, info = warm_step(device, losses, params, *batch, aggregator=HOST_NUMBERS[name]())
+        state, info = warm_step(device, losses, params, *batch, **HOST_NUMBERS[name]())
         assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
 
 
@@ -108,6 +94,10 @@ WITHOUT_SEARCH = {
     "pbi": lambda: jd.pbi(5.0, [1.0, 1.0, 2.0]),
     "random_weights": lambda: jd.random_weights(jd.random.key(0)),
 }
+WITHOUT_WAITING = {name: lambda rule=rule: {"aggregator": rule()} for name, rule in WITHOUT_SEARCH.items()} | {
+    cls.__name__: lambda cls=cls: {"optimizer": jd.from_torch(cls, lr=0.01)}
+    for cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam)
+}
 ON_THE_HOST = {
     "upgrad": jd.upgrad,
     "config": jd.config,
@@ -118,11 +108,11 @@ ON_THE_HOST = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_SEARCH)
-def test_a_rule_without_a_search_does_not_wait(name):
+@pytest.mark.parametrize("name", WITHOUT_WAITING)
+def test_rules_without_a_search_and_optimizers_of_torch_do_not_wait(name):
     with simulated() as device:
         losses, params, batch = on_device(device, "tasks")
-        warm_step(device, losses, params, *batch, aggregator=WITHOUT_SEARCH[name]())
+        warm_step(device, losses, params, *batch, **WITHOUT_WAITING[name]())
         assert not device.waits
 
 
@@ -134,14 +124,6 @@ def test_a_rule_that_goes_to_the_host_goes_there_once(name, scale):
         scale = None if scale is None else jd.scale_state(2.0**8, shape=scale)
         warm_step(device, losses, params, *batch, aggregator=ON_THE_HOST[name](), scale=scale)
         assert device.waits == {"copy to the host": 1, "copy from the host": 1}
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam])
-def test_an_optimizer_of_torch_does_not_wait(optimizer):
-    with simulated() as device:
-        losses, params, batch = on_device(device, "tasks")
-        warm_step(device, losses, params, *batch, optimizer=jd.from_torch(optimizer, lr=0.01))
-        assert not device.waits
 
 
 @pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
@@ -201,15 +183,10 @@ def test_examples_take_no_fused_attention():
         assert enabled[-1] is False
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention_backward",
-        "_fused_rms_norm_backward",
-    ],
-)
+ATTENTION = [f"_scaled_dot_product_{kernel}_attention_backward" for kernel in ("flash", "efficient", "cudnn")]
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "_fused_rms_norm_backward"])
 def test_torch_has_no_batching_rule_for_what_the_limits_name(name):
     """If it has one, `docs/limits.md` names it in vain."""
     knows = partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"aten::{name}")
@@ -260,7 +237,6 @@ def two_steps(kind, rule, scale, device=None):
     return state, info
 
 
-@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
 @pytest.mark.parametrize("scale", [None, (), "each"])
 @pytest.mark.parametrize("name", RULES_WITHOUT)
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,10 +254,9 @@ def test_a_step_without_float64_is_that_of_the_cpu(kind, name, scale):
 
 
 def test_draws_without_float64_are_those_of_the_cpu():
-    key = jd.random.key(3)
-    expected = jd.random.normal(key, (50,)), jd.random.uniform(key, (7,))
+    drawn = lambda key: (jd.random.normal(key, (50,)), jd.random.uniform(key, (7,)))
     with simulated(float64=False) as device:
-        found = jd.random.normal(device.put(key), (50,)), jd.random.uniform(device.put(key), (7,))
+        found = drawn(device.put(jd.random.key(3)))
         assert all(x.device.type == "sim" for x in found)
         found = device.get(found)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, found, drawn(jd.random.key(3))))

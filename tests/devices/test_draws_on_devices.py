@@ -9,6 +9,7 @@ import torch
 from bounds import check_same
 from simulated import simulated
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
@@ -128,17 +129,32 @@ def test_a_transformer_in_training_mode():
 
 
 @pytest.mark.parametrize(
-    ("shapes", "launches"), [(((5, 3), (3,), (), (2, 2)), 114), (((1, 70000), (4,), (3, 3)), 155), (((3,),), 100)]
+    ("params", "launches"),
+    [
+        ([torch.ones(5, 3), torch.ones(3), torch.ones(()), torch.ones(2, 2)], 114),
+        ([torch.ones(1, 70000), torch.ones(4), torch.ones(3, 3)], 155),
+        ([torch.ones(3)], 100),
+        ([torch.ones(3), torch.ones(5, dtype=torch.float64), torch.ones(2).half()], 199),
+    ],
 )
-def test_noise_of_small_leaves_is_drawn_together(shapes, launches):
-    noised_on_both([torch.ones(shape) for shape in shapes], launches)
-
-
-def test_noise_of_leaves_of_several_dtypes():
-    noised_on_both([torch.ones(3), torch.ones(5, dtype=torch.float64), torch.ones(2).half()], 199)
-
-
-def noised_on_both(params, launches):
+def test_noise_of_small_leaves_of_a_dtype_is_drawn_together(params, launches):
     optimizer = jd.noised(jd.sgd(0.1), KEY, 1.1, max_norm=1.0, batch_size=4)
     moved = lambda params, state: optimizer.update(params, state, params)
     same_bits_on_both(moved, params, optimizer.init(params), launches=launches)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA, and no GPU")
+def test_masks_that_are_drawn_ahead_belong_to_their_device():
+    """On fake tensors of two CUDA devices. Steps are not possible: autograd asks for the GPU's streams."""
+    found = []
+
+    @jd.random.keyed
+    def dropped(x, y):
+        found.extend(torch.nn.functional.dropout(z, 0.5).device for z in (x, y, x, y))
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(8, device=f"cuda:{index}") for index in range(2)]
+        # Afterwards the states of the generators are compared, which takes values.
+        with pytest.raises(DataDependentOutputException):
+            dropped(jd.random.key(0), *inputs)
+    assert found == [x.device for x in inputs] * 2

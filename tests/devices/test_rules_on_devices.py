@@ -60,38 +60,35 @@ def cases():
                 yield name, m, MANY.get(name, condition) if m == 128 else condition
 
 
+def there(f, *inputs, limit=LIMIT, **how):
+    """What a function finds on the device, which is also where it leaves it."""
+    with simulated(**how) as device:
+        inputs = device.put(inputs)
+        device.reset()
+        device.limit = limit
+        found = f(*inputs)
+        assert all(x.device.type == "sim" for x in tree_leaves(found))
+        return device.get(found)
+
+
 @pytest.mark.parametrize(("name", "m", "condition"), list(cases()))
 def test_a_direction_is_that_of_the_cpu(name, m, condition):
     (jacobian, losses), (other, _) = (problem(name, m, condition, seed) for seed in (0, 1))
-    with simulated() as device:
-        inputs = device.put((jacobian, other, losses))
-        device.reset()
-        device.limit = LIMIT
-        found = direction(name, m, *inputs)
-        assert all(x.device.type == "sim" for x in tree_leaves(found))
-        found = device.get(found.direction)
+    found = there(lambda *given: direction(name, m, *given), jacobian, other, losses).direction
     check_stable(found, lambda J, K: direction(name, m, J, K, losses).direction, jacobian, other)
 
 
-@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
 @pytest.mark.parametrize("name", RULES)
 def test_a_direction_without_float64_is_that_of_the_cpu(name):
-    m = 5
-    single = lambda tree: tree_map(lambda x: x.float(), tree)
-    (jacobian, losses), (other, _) = (single(problem(name, m, 10.0, seed)) for seed in (0, 1))
-    expected = direction(name, m, jacobian, other, losses).direction
-    with simulated(float64=False) as device:
-        found = direction(name, m, *device.put((jacobian, other, losses)))
-        assert all(x.device.type == "sim" for x in tree_leaves(found.direction))
-        found = device.get(found.direction)
-    check_same(found, expected)
+    (jacobian, losses), (other, _) = (tree_map(torch.Tensor.float, problem(name, 5, 10.0, seed)) for seed in (0, 1))
+    f = lambda *given: direction(name, 5, *given).direction
+    check_same(there(f, jacobian, other, losses, limit=None, float64=False), f(jacobian, other, losses))
 
 
 def test_many_ill_conditioned_rows_do_not_conflict():
     """Where the bound by roundings would take the search of each of the 128 rows several times."""
     jacobian, losses = problem("upgrad", 128, 1e7)
-    with simulated() as device:
-        found = device.get(direction("upgrad", 128, *device.put((jacobian, jacobian, losses))).direction)
+    found = there(lambda *given: direction("upgrad", 128, *given).direction, jacobian, jacobian, losses)
     mean = jacobian.mean(0)
     assert (jacobian @ found >= -1e-12 * jacobian.norm(dim=1) * found.norm()).all()
     assert (jacobian @ mean < -1e-3 * jacobian.norm(dim=1) * mean.norm()).any()
@@ -113,13 +110,7 @@ def test_derivatives_and_batches_are_those_of_the_cpu(name):
     m = 5
     (jacobian, losses), (other, _) = (problem(name, m, 10.0, seed) for seed in (0, 1))
     batches = tree_map(lambda x: torch.stack([x, x.flip(-1)]), (jacobian, other))
-    with simulated() as device:
-        inputs = device.put((*batches, losses))
-        device.reset()
-        device.limit = LIMIT
-        found = differentiated(name, m)(*inputs)
-        assert all(x.device.type == "sim" for x in tree_leaves(found))
-        found = device.get(found)
+    found = there(differentiated(name, m), *batches, losses)
     check_stable(found, lambda J, K: differentiated(name, m)(J, K, losses), *batches, roundings=2**12)
 
 

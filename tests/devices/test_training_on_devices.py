@@ -10,14 +10,14 @@ import pytest
 import torch
 import torchopt
 from bounds import check_same
+from jacobian_by_hand import KINDS
 from simulated import simulated
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from zoo import MODELS, by_example, numbers, plain, tasks
+from zoo import MODELS, numbers, plain, tasks
 
 import functional_jd as jd
 
-KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
 LIMIT = 4000
 
 
@@ -69,14 +69,22 @@ def test_rules_that_need_no_rows(kind, engine):
         same_on_both(partial(of_case, case, engine=engine, aggregator=rule), case.params, *case.args)
 
 
+def test_groups_of_rules_on_the_host_and_without_gradients():
+    def losses(p):
+        first = sum(x.square().sum() for x in p.values())
+        second = (p["a"] - 2).square().sum() + p["b"].sum() * p["c"].sum()
+        return {"x": first, "y": second, "z": (p["b"] + p["c"]).exp().sum()}
+
+    rule = jd.grouped({"a": jd.upgrad(), "b": jd.config(), "c": jd.mean()}, rows={"a": [0, 1]})
+    params = {name: torch.ones(size, dtype=torch.float64) for name, size in (("a", 3), ("b", 2), ("c", 2))}
+    same_on_both(partial(trained, losses=losses, aggregator=rule, optimizer=jd.sgd(0.05)), params)
+
+
 # They hold tensors in a closure, leave torch, are sparse; torch has fused cells on devices, and none on the CPU.
 ON_THE_HOST = ("frozen", "numpy_backward", "sparse_embedding", "lstm", "gru")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:train_state. the losses must return the running statistics"
-)  # models without buffers in the state
-@pytest.mark.filterwarnings("ignore:train_state. no loss reaches")
+@pytest.mark.filterwarnings("ignore:train_state. (the losses must return the running statistics|no loss reaches)")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ON_THE_HOST])
 def test_every_model(name):
     def run(device, *inputs):

@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
+from functional_jd.objectives import Multitask
 
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 PRECISIONS = ["float32", "jd float16", "jd bfloat16", "native float16", "native bfloat16"]
@@ -127,47 +128,24 @@ def rows_by_loop(losses, params, *args):
 
 
 def found_by(engine, losses, params, *args):
-    """What an engine makes of the rows, and the same of given rows."""
+    """What an engine makes of the rows, and the same of given rows; those of tasks are the trunk's."""
     weights = lambda m: torch.linspace(0.5, 1.5, m, dtype=torch.float64)
+    trunk = lambda direction: flat(direction["shared"] if isinstance(losses, Multitask) else direction)
     if engine == "gramian":
         gramian, values, pullback = fj.gramian_fn(losses)(params, *args)
-        found = torch.cat([flat(gramian), flat(pullback(weights(len(values)))[0])])
+        found = torch.cat([flat(gramian), trunk(pullback(weights(len(values)))[0])])
         return found, lambda rows: torch.cat([(rows @ rows.T).flatten(), weights(len(rows)) @ rows])
     if engine == "weighted":
         values, pullback = fj.weighted_fn(losses)(params, *args)
-        return flat(pullback(weights(len(values)))[0]), lambda rows: weights(len(rows)) @ rows
+        return trunk(pullback(weights(len(values)))[0]), lambda rows: weights(len(rows)) @ rows
     jacobian, values = fj.jacobian_fn(losses, mode=engine)(params, *args)
-    rows = [flat([leaf[i] for leaf in jacobian.values()]) for i in range(len(values))]
+    rows = [flat([leaf[i] for leaf in getattr(jacobian, "shared", jacobian).values()]) for i in range(len(values))]
     return torch.stack(rows), lambda rows: rows
 
 
 def near(found, expected, precision):
     # A path through two blocks rounds about thirty times, in the forward pass and in the backward pass.
     return bool((found - expected).norm() <= 30 * EPS[dtype_of(precision)] * expected.norm())
-
-
-@every_precision
-@trained
-@pytest.mark.parametrize("checkpoints", ["each", "nested"])
-@pytest.mark.parametrize("engine", ["auto", "loop", "gramian", "weighted"])
-def test_checkpoints_change_no_gradient_of_losses(engine, checkpoints, requires_grad, precision):
-    plain, params = made(Net, "none", requires_grad)
-    losses = in_precision(batch_losses(made(Net, checkpoints)[0]), precision)
-    found, of_rows = found_by(engine, losses, params, X)
-    rows = rows_by_loop(in_precision(batch_losses(plain), precision), params, X)
-    assert near(found, of_rows(rows), precision)
-
-
-@every_precision
-@trained
-@every_engine
-def test_checkpoints_change_no_gradient_of_examples(engine, requires_grad, precision):
-    plain, params = made(Small, "none", requires_grad)
-    loss = in_precision(example_loss(made(Small, "each")[0]), precision)
-    found, of_rows = found_by(engine, fj.per_example(loss), params, X)
-    alone = in_precision(example_loss(plain), precision)
-    rows = rows_by_loop(lambda params: [alone(params, x) for x in X], params)
-    assert near(found, of_rows(rows), precision)
 
 
 def multitask_losses(trunk, precision, checkpoints):
@@ -181,27 +159,33 @@ def multitask_losses(trunk, precision, checkpoints):
     return fj.multitask(in_precision(trunk, precision), in_precision(heads, precision))
 
 
-@every_precision
-@trained
-@every_engine
-def test_checkpoints_change_no_gradient_of_tasks(engine, requires_grad, precision):
-    plain, shared = made(Small, "none", requires_grad)
+def of_kind(kind, checkpoints, precision, requires_grad):
+    """Losses, the parameters, and all losses as a function of those that have rows."""
+    f, params = made(Net if kind == "losses" else Small, checkpoints, requires_grad)
+    if kind == "losses":
+        losses = in_precision(batch_losses(f), precision)
+        return losses, params, lambda params: losses(params, X)
+    if kind == "examples":
+        loss = in_precision(example_loss(f), precision)
+        return fj.per_example(loss), params, lambda params: [loss(params, x) for x in X]
     own = {
         name: {"w": torch.eye(3).add(0.1 * i).requires_grad_(requires_grad)} for i, name in enumerate(("one", "two"))
     }
-    params = {"shared": shared, "heads": own}
-    losses = multitask_losses(made(Small, "each")[0], precision, "each")
-    expected = multitask_losses(plain, precision, "none")
-    rows = rows_by_loop(lambda shared: expected({"shared": shared, "heads": own}, X), shared)
-    if engine == "weighted":
-        direction, _ = fj.weighted_fn(losses)(params, X)[1](torch.tensor([0.5, 2.0]))
-        found, by_hand = flat(direction["shared"]), torch.tensor([0.5, 2.0]).double() @ rows
-    elif engine == "gramian":
-        found, by_hand = fj.gramian_fn(losses)(params, X)[0], rows @ rows.T
-    else:
-        jacobian = fj.jacobian_fn(losses, mode=engine)(params, X)[0]
-        found, by_hand = torch.stack([flat([x[i] for x in jacobian.shared.values()]) for i in range(2)]), rows
-    assert near(found, by_hand, precision)
+    tasks = multitask_losses(f, precision, checkpoints)
+    return tasks, {"shared": params, "heads": own}, lambda shared: tasks({"shared": shared, "heads": own}, X)
+
+
+@every_precision
+@trained
+@every_engine
+@pytest.mark.parametrize(
+    ("kind", "checkpoints"), [("losses", "each"), ("losses", "nested"), ("examples", "each"), ("tasks", "each")]
+)
+def test_checkpoints_change_no_gradient(kind, checkpoints, engine, requires_grad, precision):
+    losses, params, _ = of_kind(kind, checkpoints, precision, requires_grad)
+    found, of_rows = found_by(engine, losses, params, X)
+    _, params, alone = of_kind(kind, "none", precision, requires_grad)
+    assert near(found, of_rows(rows_by_loop(alone, params["shared"] if kind == "tasks" else params)), precision)
 
 
 @every_precision
@@ -258,7 +242,7 @@ def test_reentrant_checkpoints_raise_torchs_error(kind, engine):
         pulled()
 
 
-@pytest.mark.parametrize("engine", ["auto", "loop", "gramian", "weighted"])
+@every_engine
 @pytest.mark.parametrize("checkpoints", ["each", "nested"])
 def test_own_parameters_that_run_again_raise_with_the_cure(checkpoints, engine):
     module, (_, params) = drawn(Net(checkpoints), 1), made(Net, "none")
@@ -286,8 +270,8 @@ def test_a_checkpoint_around_functional_call_may_use_the_own_weights_too():
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("engine", ["loop", "auto", "gramian", "weighted"])
+@every_precision
+@every_engine
 def test_gradient_checkpointing_of_transformers_changes_no_gradient(engine, precision, name):
     transformers = pytest.importorskip("transformers")
     if name == "bert":

@@ -15,6 +15,11 @@ CONV = [(16, 3, 3, 3), *[(16,)] * 3, (32, 16, 3, 3), *[(32,)] * 3]
 LAYER = [(192, 64), (192,), (64, 64), (64,), (128, 64), (128,), (64, 128), *[(64,)] * 5]
 
 
+def chosen(params, *batch, losses, rule=None):
+    state = jd.TrainState(params, (), (), (), jd.precision.no_scale())
+    return jd.chosen_engine(state, *batch, losses=losses, aggregator=rule or jd.upgrad()).engine
+
+
 @pytest.mark.parametrize(
     ("shapes", "batch", "tasks", "engine"),
     [
@@ -33,9 +38,7 @@ def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tas
     losses = jd.multitask(lambda shared, x, y: x, lambda heads, h, x, y: [])
     heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
     params = {"shared": {str(i): torch.empty(shape) for i, shape in enumerate(shapes)}, "heads": heads}
-    state = jd.TrainState(params, (), (), (), jd.precision.no_scale())
-    given = torch.empty(batch), torch.empty(tasks, batch[0], 1)
-    assert jd.chosen_engine(state, *given, losses=losses, aggregator=jd.upgrad()).engine == engine
+    assert chosen(params, torch.empty(batch), torch.empty(tasks, batch[0], 1), losses=losses) == engine
 
 
 @pytest.mark.parametrize(
@@ -53,16 +56,14 @@ def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tas
 def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example, m, engine):
     losses = jd.per_example(lambda params, x, y: y)
     params = [torch.empty(shape) for shape in (*shapes, (10, shapes[-1][0]), (10,))]
-    state = jd.TrainState(params, (), (), (), jd.precision.no_scale())
-    batch = torch.empty(m, *example), torch.empty(m, dtype=torch.int64)
-    assert jd.chosen_engine(state, *batch, losses=losses, aggregator=jd.upgrad()).engine == engine
+    assert chosen(params, torch.empty(m, *example), torch.empty(m, dtype=torch.int64), losses=losses) == engine
 
 
 @pytest.mark.parametrize(("shapes", "batch", "engine"), [(TINY, (16, 16), "jacobian"), (LARGE, (64, 1024), "gramian")])
 @pytest.mark.parametrize("rule", [jd.epo([0.5, 0.5]), jd.natural_gradient(1e-6)])
 def test_a_rule_that_needs_the_losses_too_takes_the_engine_of_its_shapes(rule, shapes, batch, engine):
-    state = jd.TrainState([torch.empty(shape) for shape in shapes], (), (), (), jd.precision.no_scale())
-    assert jd.chosen_engine(state, torch.empty(batch), losses=lambda params, x: x[0], aggregator=rule).engine == engine
+    params = [torch.empty(shape) for shape in shapes]
+    assert chosen(params, torch.empty(batch), losses=lambda params, x: x[0], rule=rule) == engine
 
 
 @pytest.mark.parametrize(
@@ -85,13 +86,9 @@ def test_reasons_name_what_costs_less(rule, shapes, reason):
 
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
     leaves, losses = {"table": torch.empty(1000, 300)}, lambda params, *tokens: params["table"][0]
-    state = jd.TrainState(leaves, (), (), (), jd.precision.no_scale())
-    name = lambda *batch: jd.chosen_engine(state, *batch, losses=losses, aggregator=jd.upgrad()).engine
-    assert [name(), name(torch.zeros(5, 10, dtype=torch.int64)), name(torch.zeros(5, 11, dtype=torch.int64))] == [
-        "gramian",
-        "gramian",
-        "jacobian",
-    ]
+    few, many = (torch.zeros(5, n, dtype=torch.int64) for n in (10, 11))
+    found = [chosen(leaves, *batch, losses=losses) for batch in ((), (few,), (many,))]
+    assert found == ["gramian", "gramian", "jacobian"]
 
 
 def test_rows_that_take_much_memory_are_not_formed():

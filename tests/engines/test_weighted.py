@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bounds import check_derivatives, check_same, check_within, eps
+from gramian_by_hand import WEIGHTS, expectation, weights_for
 from hypothesis import given
 from hypothesis import strategies as st
 from jacobian_by_hand import case_of, every_kind, flat, leaves, moved, rows_of, same
@@ -10,28 +11,10 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import BATCH, MODELS, Passed, mlp, numbers, tasks
 
-from functional_jd import weighted_fn
-from functional_jd.objectives import Multitask, multitask, per_example
-from functional_jd.precision.scale_state import scale_state
+from functional_jd import multitask, per_example, scale_state, weighted_fn
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-
-WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
-
-
-def weights_for(losses):
-    return WEIGHTS[:3] if isinstance(losses, Multitask) else WEIGHTS
-
-
-def weighted_rows(case, weights):
-    """By leaf: the rows of plain autograd, added up; the heads' without weights (they sort before the trunk)."""
-    n_heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
-    rows = rows_of(case.losses, case.params, *case.args)
-    return [
-        torch.einsum("m,m...->...", (torch.ones_like(weights) if i < n_heads else weights).to(r.dtype), r)
-        for i, r in enumerate(rows)
-    ]
 
 
 def direction_of(case, params, weights, **how):
@@ -49,11 +32,11 @@ def test_under_transforms_it_is_the_same_for_every_model_that_torch_can_transfor
     for name in (name for name in MODELS if MODELS[name]().func and name not in UNUSUAL):
         for kind in ("plain", "tasks"):
             case = case_of(name, kind)
-            weights = weights_for(case.losses)
-            found = torch.vmap(lambda w, case=case: direction_of(case, case.params, w), randomness="same")(
-                weights[None]
-            )
-            check_same([x[0] for x in leaves(found)], weighted_rows(case, weights), torch.float32)
+            weights = weights_for(case)
+            direction = lambda w, case=case: direction_of(case, case.params, w)
+            found = torch.vmap(direction, randomness="same")(weights[None])
+            found = [x[0].double().reshape(-1) for x in leaves(found)]
+            check_same(found, expectation(case)[1], torch.float32)
 
 
 @given(st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=5), st.data())
@@ -94,8 +77,7 @@ def test_one_shared_scale_multiplies_the_weights_as_it_multiplies_a_weighted_los
 def test_the_scale_saves_what_float16_would_lose():
     w, x = torch.ones(4), torch.full((3, 4), 1e-4)
     losses = lambda w, x: ((x.half() @ w.half()).float() * 1e-4).reshape(3)
-    lost = weighted_fn(losses)(w, x)[1](torch.ones(3).double() / 3)[0]
-    kept = weighted_fn(losses, scale=scale_state())(w, x)[1](torch.ones(3).double() / 3)[0]
+    lost, kept = (weighted_fn(losses, scale=s)(w, x)[1](torch.ones(3).double() / 3)[0] for s in (None, scale_state()))
     assert not torch.allclose(lost, torch.full((4,), 1e-8), rtol=0.01, atol=0)
     torch.testing.assert_close(kept, torch.full((4,), 1e-8), rtol=0.01, atol=0)
 
@@ -149,11 +131,11 @@ def test_tiny_and_huge_weights_neither_vanish_nor_overflow():
 def test_the_direction_has_the_shapes_of_params_in_at_least_float32(kind, dtype):
     case = kind(mlp())
     params, args = _pytree.tree_map(lambda x: x.to(dtype), (case.params, case.args))
-    direction, _ = weighted_fn(case.losses)(params, *args)[1](weights_for(case.losses))
+    direction, _ = weighted_fn(case.losses)(params, *args)[1](weights_for(case))
     assert [x.shape for x in leaves(direction)] == [x.shape for x in leaves(params)]
     assert {x.dtype for x in leaves(direction)} == {torch.promote_types(dtype, torch.float32)}
-    wide = weighted_rows(case, weights_for(case.losses))
-    same([x.double() for x in leaves(direction)], wide, rtol=0.05, atol=0.5 if dtype.itemsize == 2 else 1e-5)
+    found = [x.double().reshape(-1) for x in leaves(direction)]
+    same(found, expectation(case)[1], rtol=0.05, atol=0.5 if dtype.itemsize == 2 else 1e-5)
 
 
 # Purity and price
@@ -163,7 +145,7 @@ def test_the_direction_has_the_shapes_of_params_in_at_least_float32(kind, dtype)
 def test_the_pullback_can_be_called_again_with_the_same_bits(kind):
     case = kind(mlp())
     before = [x.clone() for x in leaves(case.params)]
-    weights = weights_for(case.losses)
+    weights = weights_for(case)
     _, pullback = weighted_fn(case.losses)(case.params, *case.args)
     first, other, second = pullback(weights)[0], pullback(weights + 1)[0], pullback(weights, last=True)[0]
     assert all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(second), strict=True))
@@ -186,7 +168,7 @@ def test_one_backward_pass_is_all_it_costs(kind):
     with FlopCounterMode(display=False) as forward:
         case.losses(case.params, *case.args)
     with FlopCounterMode(display=False) as all_of_it:
-        weighted_fn(case.losses)(case.params, *case.args)[1](weights_for(case.losses))
+        weighted_fn(case.losses)(case.params, *case.args)[1](weights_for(case))
     assert forward.get_total_flops() > 0
     assert (
         all_of_it.get_total_flops() <= 3 * forward.get_total_flops()
@@ -199,7 +181,7 @@ def test_one_backward_pass_is_all_it_costs(kind):
 @every_kind
 def test_derivatives_in_params_and_weights_are_those_of_finite_differences(kind):
     case = kind(mlp())
-    weights = weights_for(case.losses)
+    weights = weights_for(case)
     tangent = _pytree.tree_map(lambda x: numbers(*x.shape, seed=5), (case.params, weights))
 
     def f(params, weights):
@@ -225,7 +207,7 @@ def test_derivatives_in_params_and_weights_are_those_of_finite_differences(kind)
 @every_kind
 def test_weights_alone_can_be_differentiated(kind):
     case = kind(mlp())
-    weights = weights_for(case.losses).clone().requires_grad_()
+    weights = weights_for(case).clone().requires_grad_()
     direction, _ = weighted_fn(case.losses)(case.params, *case.args)[1](weights)
     shared = direction["shared"] if kind is tasks else direction
     (slope,) = torch.autograd.grad(sum(x.sum() for x in leaves(shared)), weights)
@@ -234,25 +216,12 @@ def test_weights_alone_can_be_differentiated(kind):
     torch.testing.assert_close(slope, sum(r.reshape(len(r), -1).sum(1) for r in rows))
 
 
-# Mistakes
-
-W = torch.ones(3)
-ONES = torch.ones(3, dtype=torch.float64)
-MISTAKES = {
-    "too few": (
-        lambda: weighted_fn(lambda w: w)(W)[1](ONES[:2]),
-        ValueError,
-        r"one tensor \[3\].*found torch.float64 \[2\]",
-    ),
-    "entrywise": (lambda: weighted_fn(lambda w: w)(W)[1]({"w": W}), ValueError, "found dict.*need the Jacobian"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_named_with_their_cure(mistake):
-    make, kind, message = MISTAKES[mistake]
-    with pytest.raises(kind, match=message):
-        make()
+def test_weights_of_another_form_are_refused():
+    pullback = weighted_fn(lambda w: w)(torch.ones(3))[1]
+    with pytest.raises(ValueError, match=r"one tensor \[3\].*found torch.float64 \[2\]"):
+        pullback(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"found dict.*need the Jacobian"):
+        pullback({"w": torch.ones(3)})
 
 
 def test_what_a_loss_learns_of_the_graph_is_what_a_loop_over_the_examples_says():

@@ -1,4 +1,4 @@
-"""Quadratic problems of few rows, solved by trying every set of active constraints in 80 digits."""
+"""Problems of few rows in 80 digits: quadratic ones by every set of active constraints, fair shares by Newton."""
 
 from decimal import Decimal
 
@@ -82,4 +82,30 @@ def of_greatest_least_gain(J, c):
                 if tau > 0 and not nonzero.all():
                     return None  # a row of zeros gains nothing
                 return centre + radius * (v @ N), v * radius, tau * radius * norms.min()
+    return None
+
+
+def fair_weights(J, alpha, start=None, steps=400):
+    """`G w = w^(-1 / alpha)`, w > 0, for rows that are not zero; None where Newton's method does not arrive.
+
+    With unit rows, norms and `y = norms w`: `C y = t y^-p`, `t = norms^(p - 1)`, is where a strictly convex function
+    of y is least.
+    """
+    p = 1 / Decimal(alpha)
+    N, norms = unit_rows(J)
+    C = N @ N.T
+    t = np.array([norm ** (p - 1) for norm in norms], dtype=object)
+    y = t ** (1 / (1 + p)) if start is None else start * norms
+    for _ in range(steps):
+        force = t * y**-p
+        gap = C @ y - force
+        scale = (y / force) ** Decimal("0.5")
+        H = scale[:, None] * C * scale + np.diag([p] * len(J))
+        step = -solved(H / max(1, p), scale * gap) / max(1, p)
+        change = step * scale / y
+        longest = max(abs(change))
+        bounded = change if longest < Decimal("0.1") else change / max(1, longest)
+        y = y * np.where(bounded > 0, 1 + bounded, 1 / (1 + abs(bounded)))
+        if longest < Decimal("1e-30"):
+            return y / norms
     return None

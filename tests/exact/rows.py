@@ -42,6 +42,9 @@ SCALES = {
     # Powers of two, so that dependent rows stay dependent.
     "spread": lambda J, seed: 2.0 ** (12 * gaussian(seed + 3, len(J), 1)).clamp(-40, 40).round(),
 }
+preferences = st.sampled_from(
+    [lambda m: [1.0] * m, lambda m: [2.0**-k for k in range(m)], lambda m: [0.0] * (m - 1) + [3.0]]
+)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 

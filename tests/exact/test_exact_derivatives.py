@@ -5,22 +5,12 @@ from decimal import Decimal
 import pytest
 import torch
 from bounds import eps
-from exact.cones import least_norm_weights, of_greatest_least_gain, on_dual_cone
+from exact.cones import fair_weights, least_norm_weights, of_greatest_least_gain, on_dual_cone
 from exact.decimals import decimals, eigen, length, lengths, precisely, root, solved, unit_rows
 from exact.rows import gaussian, near, resolution
-from exact.shares import fair_weights
 from torch.func import grad, jvp
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.aligned_mtl import aligned_mtl
-from functional_jd.aggregators.cagrad import cagrad
-from functional_jd.aggregators.config import config
-from functional_jd.aggregators.dualproj import dualproj
-from functional_jd.aggregators.fairgrad import fairgrad
-from functional_jd.aggregators.imtl_g import imtl_g
-from functional_jd.aggregators.mgda import mgda
-from functional_jd.aggregators.nash_mtl import nash_mtl
-from functional_jd.aggregators.upgrad import upgrad
+from functional_jd import aggregate, aligned_mtl, cagrad, config, dualproj, fairgrad, imtl_g, mgda, nash_mtl, upgrad
 
 # With 80 digits, differences are as good as derivatives: to 1e-40 or so.
 STEP = Decimal("1e-20")

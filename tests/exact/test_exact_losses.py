@@ -11,18 +11,7 @@ from exact.rows import SOME, gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.constant import constant
-from functional_jd.aggregators.cosmos import cosmos
-from functional_jd.aggregators.dwa import dwa, dwa_end_epoch
-from functional_jd.aggregators.famo import famo
-from functional_jd.aggregators.geometric_mean import geometric_mean
-from functional_jd.aggregators.imtl_l import imtl_l
-from functional_jd.aggregators.pbi import pbi
-from functional_jd.aggregators.random_weights import random_weights
-from functional_jd.aggregators.stch import stch
-from functional_jd.aggregators.tchebycheff import tchebycheff
-from functional_jd.aggregators.uw import uw
+import functional_jd as fj
 from functional_jd.random import key, normal, split
 
 KINDS = {
@@ -52,17 +41,13 @@ references = st.sampled_from([0.0, 0.5, 0.999, -1e6, 2.0])
 
 def weights(rule, L, state=None):
     """The weights of a call, which are those of the identity's rows, as decimals; and the state."""
-    result = aggregate(rule, torch.eye(len(L), dtype=torch.float64), state, losses=L)
+    result = fj.aggregate(rule, torch.eye(len(L), dtype=torch.float64), state, losses=L)
     assert result.weights.isfinite().all()
     return decimals(result.weights), result.state
 
 
 def check(found, expected, bound):
-    assert (
-        (abs(found - expected) <= Decimal(bound)).all()
-        if np.ndim(bound) == 0
-        else (abs(found - expected) <= bound).all()
-    )
+    assert np.all(abs(found - expected) <= (Decimal(bound) if np.ndim(bound) == 0 else bound))
 
 
 @SOME
@@ -72,7 +57,8 @@ def test_geometric_mean(Ls):
         L = decimals(Ls[0])
         expected = (sum(log(L)) / len(L)).exp() / (len(L) * L)
         if max(expected) < Decimal("1e300"):
-            check(weights(geometric_mean(), Ls[0])[0], expected, 4 * Decimal(eps()) * (1 + max(abs(log(L)))) * expected)
+            bound = 4 * Decimal(eps()) * (1 + max(abs(log(L)))) * expected
+            check(weights(fj.geometric_mean(), Ls[0])[0], expected, bound)
 
 
 @SOME
@@ -81,7 +67,7 @@ def test_stch(Ls, preference, reference, mu):
     u, z = preference(len(Ls[0])), Ls[0] * reference
     with precisely():
         L, U, Z = decimals(Ls[0]), decimals(u), decimals(z)
-        found, _ = weights(stch(mu, u, z), Ls[0])
+        found, _ = weights(fj.stch(mu, u, z), Ls[0])
         exponents = U * (L - Z) / Decimal(mu)
         gap = np.array([max(exponents) - x for x in exponents])
         # Terms are rounded before mu divides them; what is far behind has no weight in any case.
@@ -96,7 +82,7 @@ def test_tchebycheff(Ls, preference, reference):
     u, z = preference(len(Ls[0])), Ls[0] * reference
     with precisely():
         L, U, Z = decimals(Ls[0]), decimals(u), decimals(z)
-        found, _ = weights(tchebycheff(u, z), Ls[0])
+        found, _ = weights(fj.tchebycheff(u, z), Ls[0])
         values, chosen = U * (L - Z), found > 0
         assert max(values) - min(values[chosen]) <= 2 * Decimal(eps()) * max(U * (abs(L) + abs(Z)))
         check(found[chosen], U[chosen] / int(chosen.sum()), eps())
@@ -108,7 +94,7 @@ def test_pbi(Ls, preference, reference, theta):
     u, z = preference(len(Ls[0])), Ls[0] * reference
     with precisely():
         L, U, Z = decimals(Ls[0]), decimals(u), decimals(z)
-        found, _ = weights(pbi(theta, u, z), Ls[0])
+        found, _ = weights(fj.pbi(theta, u, z), Ls[0])
         ray, offset = U / length(U), L - Z
         across = offset - (ray @ offset) * ray
         off_the_ray = float(length(across) / length(offset)) if length(offset) else 0.0
@@ -126,13 +112,13 @@ def test_cosmos(Ls, preference, reward):
     u = preference(len(Ls[0]))
     with precisely():
         L, U = decimals(Ls[0]), decimals(u)
-        found, _ = weights(cosmos(reward, u), Ls[0])
+        found, _ = weights(fj.cosmos(reward, u), Ls[0])
         turn = U / length(U) - (U @ L) / length(U) * L / length(L) ** 2
         expected = U - Decimal(reward) * turn / length(L)
         check(found, expected, Decimal(8 * len(L) * eps()) * (max(U) + Decimal(reward) / length(L)))
 
 
-@pytest.mark.parametrize(("rule", "sign"), [(uw, -1), (imtl_l, 1)], ids=["uw", "imtl_l"])
+@pytest.mark.parametrize(("rule", "sign"), [(fj.uw, -1), (fj.imtl_l, 1)], ids=["uw", "imtl_l"])
 def test_learned_scales(rule, sign):
     @SOME
     @given(losses(4), st.sampled_from([1e-3, 0.1, 10.0]))
@@ -141,7 +127,7 @@ def test_learned_scales(rule, sign):
         with precisely():
             v = decimals(torch.zeros_like(Ls[0]))
             for losses in Ls:
-                result = aggregate(rule(rate), torch.eye(len(v), dtype=torch.float64), state, losses=losses)
+                result = fj.aggregate(rule(rate), torch.eye(len(v), dtype=torch.float64), state, losses=losses)
                 expected = share * exp(sign * v)
                 floor = Decimal("1e-300")
                 if max(expected) < Decimal("1e300"):
@@ -159,7 +145,7 @@ def test_learned_scales(rule, sign):
 @SOME
 @given(losses(8), st.sampled_from([1e-3, 0.1, 2.0, 1e3]))
 def test_dwa(Ls, temperature):
-    rule, state, means = dwa(temperature), None, []
+    rule, state, means = fj.dwa(temperature), None, []
     with precisely():
         for epoch in range(4):
             ratio = means[-1] / means[-2] if epoch >= 2 else decimals(torch.ones_like(Ls[0]))
@@ -168,13 +154,13 @@ def test_dwa(Ls, temperature):
                 found, state = weights(rule, losses, state)
                 check(found, expected, min(1, 16 * eps() * (1 + float(max(ratio)) / temperature)) * len(ratio))
             means.append(sum(decimals(losses) for losses in Ls[2 * epoch : 2 * epoch + 2]) / 2)
-            state = dwa_end_epoch(state)
+            state = fj.dwa_end_epoch(state)
 
 
 @SOME
 @given(losses(4), st.sampled_from([0.0, 0.025, 1.0]), st.sampled_from([0.0, 1e-3, 1.0]))
 def test_famo(Ls, rate, decay):
-    rule, state, before = famo(rate, decay), None, None
+    rule, state, before = fj.famo(rate, decay), None, None
     with precisely():
         first = second = logits = decimals(torch.zeros_like(Ls[0]))
         sensitivity = 1.0
@@ -199,6 +185,6 @@ def test_famo(Ls, rate, decay):
 def test_weights_that_are_given_or_drawn(m, seed):
     with precisely():
         given_, z = gaussian(seed, m), normal(split(key(seed))[0], (m,), dtype=torch.float64)
-        check(weights(constant(given_), given_)[0], decimals(given_), 0)
+        check(weights(fj.constant(given_), given_)[0], decimals(given_), 0)
         expected = softmax(decimals(z))
-        check_within(floats(weights(random_weights(key(seed)), z)[0]), floats(expected), 16 * eps())
+        check_within(floats(weights(fj.random_weights(key(seed)), z)[0]), floats(expected), 16 * eps())

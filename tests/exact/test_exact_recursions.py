@@ -10,15 +10,7 @@ from exact.rows import DTYPES, SCALES, SOME, degenerate, gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.cr_mogm import cr_mogm
-from functional_jd.aggregators.db_mtl import db_mtl
-from functional_jd.aggregators.excess_mtl import excess_mtl
-from functional_jd.aggregators.gradnorm import gradnorm
-from functional_jd.aggregators.mgda import mgda
-from functional_jd.aggregators.moco import moco
-from functional_jd.aggregators.modo import modo
-from functional_jd.aggregators.sdmgrad import sdmgrad
+from functional_jd import aggregate, cr_mogm, db_mtl, excess_mtl, gradnorm, mgda, moco, modo, sdmgrad
 
 CALLS = 3
 

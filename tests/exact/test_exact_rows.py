@@ -11,16 +11,8 @@ from exact.rows import SOME, degenerate, resolution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.aggregate import aggregate
+from functional_jd import aggregate, graddrop, gradvac, grouped, krum, mean, pcgrad, total, trimmed_mean
 from functional_jd.aggregation.hyper_parameters import random_visit_orders
-from functional_jd.aggregators.graddrop import graddrop
-from functional_jd.aggregators.gradvac import gradvac
-from functional_jd.aggregators.grouped import grouped
-from functional_jd.aggregators.krum import krum
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.pcgrad import pcgrad
-from functional_jd.aggregators.total import total
-from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.random import key, split, uniform
 
 seeds = st.integers(0, 1000)

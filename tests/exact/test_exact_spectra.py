@@ -5,18 +5,11 @@ from decimal import Decimal
 import numpy as np
 from bounds import eps
 from exact.decimals import ZERO, decimals, eigen, length, lengths, precisely, root, unit_rows
-from exact.rows import SOME, degenerate
+from exact.rows import SOME, degenerate, preferences
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.aligned_mtl import aligned_mtl
-from functional_jd.aggregators.config import config
-from functional_jd.aggregators.imtl_g import imtl_g
-
-preferences = st.sampled_from(
-    [lambda m: [1.0] * m, lambda m: [2.0**-k for k in range(m)], lambda m: [0.0] * (m - 1) + [3.0]]
-)
+from functional_jd import aggregate, aligned_mtl, config, imtl_g
 
 
 def spectrum(A):

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from functional_jd.optimizers.clipping import clip_by_norm, global_norm
-from functional_jd.precision.autocast import autocast
+from functional_jd import autocast
+from functional_jd.optimizers import clip_by_norm, global_norm
 
 numbers = st.lists(st.integers(-50, 50).map(float), min_size=5, max_size=5)
 bounds = st.integers(1, 400).map(lambda k: k / 4)
@@ -56,9 +56,11 @@ def test_clipping_by_norm_is_that_of_torch(values, bound, power):
 
 @given(numbers, bounds)
 def test_what_is_short_enough_keeps_its_bits_and_the_rest_gets_the_length(values, bound):
-    clipped = flat(clip_by_norm(tree(values), bound))
-    squares = sum(Fraction(value) ** 2 for value in values)
-    if squares <= Fraction(bound) ** 2:
+    direction = tree(values)
+    clipped = flat(clip_by_norm(direction, bound))
+    assert torch.equal(clipped, flat(clip_by_norm(direction, bound)))
+    assert flat(direction).tolist() == values
+    if sum(Fraction(value) ** 2 for value in values) <= Fraction(bound) ** 2:
         assert clipped.tolist() == values
     else:
         length = math.sqrt(sum(Fraction(value) ** 2 for value in clipped.tolist()))
@@ -105,9 +107,9 @@ def test_leaves_of_different_dtypes_have_one_norm():
     clipped = clip_by_norm(direction, 1e-30)
     assert [leaf.dtype for leaf in clipped] == [torch.float32, torch.float64, torch.float32]
     assert torch.cat(clipped).tolist() == pytest.approx([6e-31, 8e-31, 0.0], rel=8 * eps(torch.float32), abs=0)
-    minute = [torch.zeros(2), torch.tensor([1e-300], dtype=torch.float64)]  # no float32 number
-    assert clip_by_norm(minute, 5e-301)[0].tolist() == [0.0, 0.0]
-    assert clip_by_norm(minute, 5e-301)[1].item() == pytest.approx(5e-301, rel=8 * eps(), abs=0)
+    zeros, minute = clip_by_norm([torch.zeros(2), torch.tensor([1e-300], dtype=torch.float64)], 5e-301)
+    assert zeros.tolist() == [0.0, 0.0]
+    assert minute.item() == pytest.approx(5e-301, rel=8 * eps(), abs=0)  # no float32 number
 
 
 def test_zero_and_nothing_stay():
@@ -125,13 +127,6 @@ def test_what_is_not_finite_is_never_hidden_by_the_norm(poison):
     _, norm = by_torch(nn.utils.clip_grad_norm_, direction, 1.0)
     torch.testing.assert_close(global_norm(direction), norm, equal_nan=True)
     assert not flat(clip_by_norm(direction, 1.0)).isfinite().all()
-
-
-def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
-    direction = tree([1.0, -9.0, 2.0, 3.0, 4.0])
-    first = flat(clip_by_norm(direction, 2.0))
-    assert torch.equal(first, flat(clip_by_norm(direction, 2.0)))
-    assert flat(direction).tolist() == [1.0, -9.0, 2.0, 3.0, 4.0]
 
 
 # Transforms
@@ -217,7 +212,7 @@ def test_bad_input_is_named(bad):
         clip_by_norm(direction, bad)
     with pytest.raises(ValueError, match=r"global_norm: norm_type must be a number >= 1, found"):
         global_norm(direction, bad)
-    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 .* in 'n'"):
+    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 in 'n'"):
         clip_by_norm({"n": torch.ones(2, dtype=torch.int64)}, 1.0)
     with pytest.raises(ValueError, match=r"clip_by_norm: expected at least one parameter tensor"):
         clip_by_norm({}, 1.0)

@@ -9,7 +9,8 @@ from scipy.stats import kstest
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
-from functional_jd.optimizers.noised import NoisedState, noised
+from functional_jd import noised
+from functional_jd.optimizers.noised import NoisedState
 from functional_jd.random import key
 
 PARAMS = {"w": torch.zeros(100, 100, dtype=torch.float64), "b": torch.zeros(50, dtype=torch.float64)}
@@ -93,7 +94,7 @@ def problem(scale=None, lr=0.5):
     return state, batch, how
 
 
-def test_a_skipped_step_keeps_the_key():
+def test_a_skipped_step_keeps_the_key_and_a_checkpoint_goes_on_with_the_same_noise():
     state, (x, y), how = problem(fj.scale_state())
     skipped, info = fj.step(state, x * torch.inf, y, **how)
     assert not info.moved
@@ -106,13 +107,8 @@ def test_a_skipped_step_keeps_the_key():
     assert not torch.equal(taken.optimizer.key, state.optimizer.key)
     # The scale is another power of two, of which no bit stays.
     assert torch.equal(taken.params["w"], expected.params["w"])
-
-
-def test_a_checkpoint_goes_on_with_the_same_noise():
-    state, batch, how = problem()
-    state, _ = fj.step(state, *batch, **how)
-    back = fj.from_checkpoint(fj.to_checkpoint(state), like=state)
-    ours, theirs = (fj.step(each, *batch, **how)[0] for each in (state, back))
+    back = fj.from_checkpoint(fj.to_checkpoint(taken), like=taken)
+    ours, theirs = (fj.step(each, x, y, **how)[0] for each in (taken, back))
     assert torch.equal(ours.params["w"], theirs.params["w"])
 
 
@@ -152,11 +148,7 @@ BY_EXAMPLE = fj.per_example(lambda p, x: (x @ p["a"]["w"] - p["b"]["w"].sum()).s
 # What protects nobody: losses, rule, and what the error says.
 PROTECTS_NOBODY = {
     "no bound": (BY_EXAMPLE, fj.mean(), "the rule must bound every row.*found none"),
-    "losses of a batch": (
-        lambda p, x: BY_EXAMPLE(p, x).mean(),
-        fj.clipped(0.1),
-        "the losses must be made by per_example",
-    ),
+    "a batch": (lambda p, x: BY_EXAMPLE(p, x).mean(), fj.clipped(0.1), "the losses must be made by per_example"),
     "tasks": (lambda p, x: {"a": BY_EXAMPLE(p, x).mean()}, fj.clipped(0.1), "the losses must be made by per_example"),
     "too little noise": (BY_EXAMPLE, fj.clipped(1.0), "the rule must bound rows by 0.1, .* found 1"),
     "another tensor": (BY_EXAMPLE, fj.clipped(torch.tensor(1.0)), "the rule must bound rows by 0.1, .* found 1"),
@@ -194,14 +186,8 @@ def test_several_sets_in_which_somebody_may_have_two_rows_are_refused():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_with_another_rule_than_the_one_that_was_checked_is_refused(compiled):
     x, take = torch.ones(4, 3), torch.compile(fj.step, backend="eager") if compiled else fj.step
-    private = fj.private(
-        lambda p, x: (x @ p["w"] - 1).square(),
-        max_norm=1.0,
-        noise_multiplier=1.0,
-        batch_size=4,
-        optimizer=fj.sgd(0.1),
-        key=key(0),
-    )
+    how = {"max_norm": 1.0, "noise_multiplier": 1.0, "batch_size": 4, "optimizer": fj.sgd(0.1), "key": key(0)}
+    private = fj.private(lambda p, x: (x @ p["w"] - 1).square(), **how)
     state = fj.train_state({"w": torch.zeros(3)}, x, **private)
     take(state, x, **private)
     for rule, words in ((fj.mean(), "bound every row"), (fj.clipped(10.0), "rows by 1, .* found 10")):
@@ -209,23 +195,12 @@ def test_a_step_with_another_rule_than_the_one_that_was_checked_is_refused(compi
             take(state, x, **(private | {"aggregator": rule}))
 
 
-PROTECTS = {
-    "flat": (fj.clipped(0.5), 0.5),
-    "automatic": (fj.auto_clipped(max_norm=0.5), 0.5),
-    "tensors": (fj.clipped(torch.tensor(0.1)), 0.1),
-    "groups": (fj.grouped({"a": fj.clipped(0.3), "b": fj.clipped(torch.tensor(0.4))}), 0.5),
-}
-
-
-@pytest.mark.parametrize(("rule", "norm"), PROTECTS.values(), ids=PROTECTS)
-def test_noise_for_the_bound_of_the_rule_starts(rule, norm):
-    how = {"losses": BY_EXAMPLE, "aggregator": rule, "optimizer": noised(fj.sgd(0.1), key(0), 1.0, norm, 4)}
-    fj.train_state(SPLIT, torch.ones(4, 3), **how)
-
-
-def test_noise_inside_groups_is_refused():
-    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found an optimizer that adds noise"):
-        fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
+def test_noise_for_the_bound_of_the_rule_starts():
+    groups = fj.grouped({"a": fj.clipped(0.3), "b": fj.clipped(torch.tensor(0.4))})
+    flat, automatic, tensors = fj.clipped(0.5), fj.auto_clipped(max_norm=0.5), fj.clipped(torch.tensor(0.1))
+    for rule, norm in ((flat, 0.5), (automatic, 0.5), (tensors, 0.1), (groups, 0.5)):
+        how = {"losses": BY_EXAMPLE, "aggregator": rule, "optimizer": noised(fj.sgd(0.1), key(0), 1.0, norm, 4)}
+        fj.train_state(SPLIT, torch.ones(4, 3), **how)
 
 
 def test_mistakes_are_named():
@@ -238,5 +213,7 @@ def test_mistakes_are_named():
         received(multiplier=lambda step: 1.0)
     with pytest.raises(TypeError, match=r"noised: optimizer must be a pair .*found function.*Call its builder"):
         noised(fj.sgd, key(0), 1.0, 1.0, 1)
+    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found an optimizer that adds noise"):
+        fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
     with pytest.raises(TypeError, match="key must be an int64 key"):
         noised(fj.sgd(0.1), torch.zeros(2), 1.0, 1.0, 1)

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from functional_jd import SlowPathWarning, jacobian_fn, per_example
-from functional_jd.precision.autocast import autocast
-from functional_jd.precision.custom_functions import custom
+from functional_jd import SlowPathWarning, autocast, jacobian_fn, per_example
+from functional_jd.precision import custom
 
 LOW = [torch.float16, torch.bfloat16]
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -178,12 +177,11 @@ def test_every_road_compiles_in_one_graph(name):
 
 def test_compiled_derivatives_are_those_of_the_function():
     torch.compiler.reset()
-    straight = custom(Straight)
-    x = draw(4)
+    straight, x = custom(Straight), draw(4)
     f = lambda x: straight.apply(x).sum()
     for road in (grad(f), lambda x: vmap(grad(f))(x[None])[0], lambda x: grad(lambda x: f(x * x))(x) / (2 * x)):
-        assert torch.allclose(road(x), torch.full((4,), 3.0))
-        assert torch.allclose(torch.compile(road, fullgraph=True, backend="aot_eager")(x), torch.full((4,), 3.0))
+        for run in (road, torch.compile(road, fullgraph=True, backend="aot_eager")):
+            assert torch.allclose(run(x), torch.full((4,), 3.0))
 
 
 INTEGERS = st.lists(st.integers(-3, 3), min_size=8, max_size=8)
@@ -263,28 +261,29 @@ def test_combined_forwards_give_the_bits_of_custom_fwd(cast_inputs, dtype):
     for expected, found in zip(*results, strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
+    square = lambda x: autocast(custom(Combined, cast_inputs=torch.float32), dtype)(x, x).sum(0)
+    jacobian, _ = jacobian_fn(square, mode="loop")(x.detach())  # without torch.func
+    assert torch.allclose(jacobian, jacrev(lambda x: (x @ x).sum(0))(x.detach()))
 
 
 def test_custom_fwd_under_a_transform_points_to_custom():
+    entered = lambda f: staticmethod(torch.amp.custom_fwd(f, device_type="cpu"))
+    back = staticmethod(torch.amp.custom_bwd(lambda ctx, g: g, device_type="cpu"))
+
     class Split(torch.autograd.Function):
         generate_vmap_rule = True
-        forward = staticmethod(torch.amp.custom_fwd(lambda x: x.exp(), device_type="cpu"))
-        setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(output))
-        backward = staticmethod(torch.amp.custom_bwd(lambda ctx, g: g * ctx.saved_tensors[0], device_type="cpu"))
+        forward, backward = entered(lambda x: x.exp()), back
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
 
-    whole = type("Whole", (torch.autograd.Function,), {
-        "forward": staticmethod(torch.amp.custom_fwd(lambda ctx, x: x.exp(), device_type="cpu")),
-        "backward": staticmethod(torch.amp.custom_bwd(lambda ctx, g: g, device_type="cpu")),
-    })  # fmt: skip
-    for f in (Split, whole):
-        rows = jacobian_fn(per_example(lambda p, x, f=f: f.apply(p * x).sum()))
-        if f is whole:
-            with pytest.warns(SlowPathWarning, match=r"precision\.custom"):
-                rows(torch.ones(3), torch.ones(2, 3))
-            continue
-        with pytest.raises(AttributeError) as found:
-            rows(torch.ones(3), torch.ones(2, 3))
-        assert "precision.custom" in found.value.__notes__[-1]
+    class Whole(torch.autograd.Function):
+        forward, backward = entered(lambda ctx, x: x.exp()), back
+
+    rows = lambda f: jacobian_fn(per_example(lambda p, x: f.apply(p * x).sum()))(torch.ones(3), torch.ones(2, 3))
+    with pytest.warns(SlowPathWarning, match=r"precision\.custom"):
+        rows(Whole)
+    with pytest.raises(AttributeError) as found:
+        rows(Split)
+    assert "precision.custom" in found.value.__notes__[-1]
 
 
 @both
@@ -356,21 +355,13 @@ def test_tensors_may_come_by_name_beside_what_is_no_tensor():
     assert f(torch.tensor([3]), 2).item() == 9
 
 
-def test_combined_forwards_work_where_torch_func_stays_away():
-    f = autocast(lambda x: custom(Combined, cast_inputs=torch.float32)(x, x).sum(0))
-    x = draw(2, 2)
-    jacobian, _ = jacobian_fn(f, mode="loop")(x)
-    assert torch.allclose(jacobian, jacrev(lambda x: (x @ x).sum(0))(x))
-
-
 def test_same_inputs_give_the_same_bits_and_the_class_stays_as_it_is():
     rules = dict(vars(Product))
     f = jacrev(autocast(custom(Product)))
     x, w = draw(4, 4), draw(4, 4, key=1)
     assert torch.equal(f(x, w), f(x, w))
     assert dict(vars(Product)) == rules
-    assert custom(Product).__name__ == "Product"
-    assert custom(Product).__doc__ == Product.__doc__
+    assert (custom(Product).__name__, custom(Product).__doc__) == ("Product", Product.__doc__)
     assert state() is None
 
 

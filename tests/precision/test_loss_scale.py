@@ -9,18 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from functional_jd import scale_state, unscale, update_scale
 from functional_jd.core.heads import MultitaskJacobian
-from functional_jd.precision.loss_scale import FLOOR, multiplier, scale, select, unscale, update_scale
-from functional_jd.precision.scale_state import (
-    ScaleState,
-    no_scale,
-    scale_state,
-    scale_state_from_dict,
-    scale_state_to_dict,
-)
-
-# The first forward-mode derivative, and inductor, make torch import modules that it scripts itself.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
+from functional_jd.precision import ScaleState, no_scale, scale, scale_state_from_dict, scale_state_to_dict, select
+from functional_jd.precision.loss_scale import FLOOR, multiplier
 
 floats32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
 positive32 = st.floats(min_value=2.0**-149, max_value=torch.finfo(torch.float32).max, width=32)
@@ -66,6 +58,10 @@ def by_torch(scale, tracker, found_inf, growth, backoff, interval):
     torch._amp_update_scale_(after, count, found_inf, growth, backoff, interval)
     lifted = found_inf.item() != 0 and after < min(before.item(), FLOOR)
     return before.clamp(max=FLOOR) if lifted else after, count
+
+
+def flat(tree) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(tree)
 
 
 def rows_strategy(m: int = 3, magnitude: int = 8) -> st.SearchStrategy[Tensor]:
@@ -146,20 +142,18 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_in_the_scale(shape, data):
     assert all(map(same_bits, state, stacked(alone) if shape else alone[0]))
 
 
-def test_one_flag_serves_all_scales():
+def test_one_flag_serves_all_scales_and_flags_that_would_change_the_shape_are_refused():
     state, one, each = scale_state(8.0, shape=2), torch.tensor(False), torch.tensor([False, True])
     assert update_scale(state, one).scale.tolist() == [4.0, 4.0]
     assert update_scale(state, each).scale.tolist() == [4.0, 8.0]
     assert update_scale(state, each, losses_finite=one).scale.tolist() == [8.0, 8.0]
     assert update_scale(state, each, losses_finite=~one).scale.tolist() == [4.0, 8.0]
-
-
-@pytest.mark.parametrize("finite", [torch.tensor([True, False]), torch.tensor([True])])
-def test_update_scale_refuses_flags_that_would_change_the_shape(finite):
-    with pytest.raises(ValueError, match=r"update_scale: expected one flag per scale \[\], found \[\d\] in finite"):
-        update_scale(scale_state(), finite)
-    with pytest.raises(ValueError, match=r"update_scale: .* in losses_finite. For one scale, pass losses_finite.all()"):
-        update_scale(scale_state(), finite.all(), losses_finite=finite)
+    words = r"update_scale: .* in losses_finite. For one scale, pass losses_finite.all()"
+    for flags in (torch.tensor([True, False]), torch.tensor([True])):
+        with pytest.raises(ValueError, match=r"update_scale: expected one flag per scale \[\], found \[\d\] in finite"):
+            update_scale(scale_state(), flags)
+        with pytest.raises(ValueError, match=words):
+            update_scale(scale_state(), flags.all(), losses_finite=flags)
 
 
 @given(st.lists(st.booleans(), max_size=5))
@@ -190,10 +184,8 @@ def test_unscale_inverts_scale_for_powers_of_two(rows, exponents, bits):
         assert list(back) == ["b", "a"]
         assert finite.shape == each.scale.shape
         assert finite.all()
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        assert same_bits(back["b"], tree["b"].to(wide))
-        assert same_bits(back["a"][0], tree["a"][0].to(wide))
-        assert same_bits(back["a"][1], tree["a"][1].to(wide))
+        wide = [leaf.to(torch.promote_types(rows.dtype, torch.float32)) for leaf in flat(tree)]
+        assert all(map(same_bits, flat(back), wide))
 
 
 @given(
@@ -235,30 +227,23 @@ def test_one_bad_row_is_zeroed_and_leaves_the_others_alone(dtype, rows, bad, i, 
 
 
 @given(st.floats(min_value=0.0, max_value=2.0**-120, width=32))
-def test_tiny_scales_are_floored_where_the_inverse_is_finite(value):
+def test_tiny_scales_are_floored_where_the_inverse_is_finite_and_none_that_is_no_number_gives_nan(value):
     factor = multiplier(torch.tensor(value))
     assert factor.item() == max(value, 2.0**-126)
     assert (1 / factor).isfinite()
     assert unscale(torch.tensor(value), torch.tensor([1.0]))[1]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_a_scale_that_is_no_number_never_gives_nan(value, shape):
-    state = torch.full(shape, value)
-    out, finite = unscale(state, scale(state, torch.ones(2, 3)))
-    assert not finite.any()
-    assert not out.any()
+    for state in (torch.full(shape, no_number) for shape in ((), (2,)) for no_number in (math.nan, math.inf)):
+        out, finite = unscale(state, scale(state, torch.ones(2, 3)))
+        assert not finite.any()
+        assert not out.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_neither_overflows_nor_underflows(dtype):
-    losses = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
-    scaled = scale(scale_state(), losses)
-    assert scaled.dtype == torch.float32
-    assert scaled.tolist() == [65536.0, 131072.0, 196608.0]
+    scaled = scale(scale_state(), torch.tensor([1.0, 2.0, 3.0], dtype=dtype))
     out, finite = unscale(scale_state(), torch.tensor([2.0**-14], dtype=dtype))
-    assert out.dtype == torch.float32
+    assert scaled.dtype == out.dtype == torch.float32
+    assert scaled.tolist() == [65536.0, 131072.0, 196608.0]
     assert out.item() == 2.0**-30
     assert finite
 
@@ -282,7 +267,7 @@ def test_losses_are_scaled_in_leaf_order():
 
 
 @pytest.mark.parametrize("tree", [torch.ones(2), torch.ones(()), {"a": torch.ones(3, 2), "b": torch.ones(2, 3)}])
-def test_trees_that_do_not_fit_m_scales_are_refused(tree):
+def test_trees_that_do_not_fit_m_scales_are_refused_and_empty_ones_are_finite(tree):
     with pytest.raises(ValueError, match=r"scale: m = 3 scales need .* found torch.float32 .* in '(value|b)'"):
         scale(scale_state(shape=3), tree)
     with pytest.raises(ValueError, match=r"unscale: m = 3 scales need"):
@@ -290,14 +275,10 @@ def test_trees_that_do_not_fit_m_scales_are_refused(tree):
     for state in (2.0, torch.tensor(2), torch.ones(2, 2), None):
         with pytest.raises(TypeError, match="functional_jd: expected a ScaleState or a floating-point tensor"):
             multiplier(state)
-
-
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_empty_trees_and_leaves_are_finite(shape):
-    out, finite = unscale(torch.ones(shape), {"a": torch.ones(2, 0), "b": {}})
-    assert finite.all()
-    assert finite.shape == shape
-    assert out["a"].shape == (2, 0)
+    for shape in ((), (2,)):
+        out, finite = unscale(torch.ones(shape), {"a": torch.ones(2, 0), "b": {}})
+        assert finite.all()
+        assert (finite.shape, out["a"].shape) == (shape, (2, 0))
 
 
 @given(rows_strategy(2), st.sampled_from(["none", "shared", "heads"]), st.booleans())
@@ -342,9 +323,8 @@ def test_inputs_are_left_alone():
     ),
 )
 def test_select_takes_one_tree_whole(flags, dtype):
-    finite = torch.tensor(flags) if flags else torch.tensor(True)
     new, old = [torch.ones(2, dtype=dtype)], [torch.zeros(2, dtype=dtype)]
-    (leaf,) = select(finite, new, old)
+    (leaf,) = select(torch.tensor(flags) if flags else torch.tensor(True), new, old)
     assert leaf.dtype == dtype
     assert torch.equal(leaf, new[0] if all(flags) else old[0])
 
@@ -442,11 +422,12 @@ def test_a_scaler_that_trained_hands_over():
         assert scale_state_to_dict(state) == scaler.state_dict()
 
 
-def test_a_number_beside_lists_serves_all():
-    entries = scale_state_to_dict(scale_state()) | {"scale": [2.0, 4.0]}
-    state = scale_state_from_dict(entries)
+def test_a_number_beside_lists_serves_all_and_the_dict_of_a_disabled_scaler_names_the_cure():
+    state = scale_state_from_dict(scale_state_to_dict(scale_state()) | {"scale": [2.0, 4.0]})
     assert all(tensor.shape == (2,) for tensor in state)
     assert state.growth_interval.tolist() == [2000, 2000]
+    with pytest.raises(ValueError, match=r"disabled GradScaler .*no_scale\(\)"):
+        scale_state_from_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -487,11 +468,6 @@ def test_one_scale_of_a_scaler_becomes_one_for_each_loss():
             scale_state_from_dict(scale_state_to_dict(state), shape=wrong)
 
 
-def test_the_dict_of_a_disabled_scaler_names_the_cure():
-    with pytest.raises(ValueError, match=r"disabled GradScaler .*no_scale\(\)"):
-        scale_state_from_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
-
-
 # transforms
 
 
@@ -511,22 +487,17 @@ def example(overflow: bool = False, seed: int = 0):
     return jacobian, {"w": torch.randn(2, 2, generator=draw), "b": torch.randn((), generator=draw)}
 
 
-def flat(tree) -> list[Tensor]:
-    return torch.utils._pytree.tree_leaves(tree)
-
-
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_vmap_over_replicas_is_a_loop_over_them(shape):
     states = [scale_state(2.0**i, growth_interval=1, shape=shape) for i in range(2)]
     batch = [example(overflow=i == 1, seed=i) for i in range(2)]
     together = torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *batch)
-    replicas = torch.func.vmap(cycle)(stacked(states), *together)
-    only_states = torch.func.vmap(cycle, in_dims=(0, None, None))(stacked(states), *batch[0])
-    only_rows = torch.func.vmap(cycle, in_dims=(None, 0, 0))(states[0], *together)
-    for i in range(2):
-        assert all(map(same_bits, flat(cycle(states[i], *batch[i])), [leaf[i] for leaf in flat(replicas)]))
-        assert all(map(same_bits, flat(cycle(states[i], *batch[0])), [leaf[i] for leaf in flat(only_states)]))
-        assert all(map(same_bits, flat(cycle(states[0], *batch[i])), [leaf[i] for leaf in flat(only_rows)]))
+    for of_state, of_rows in ((0, 0), (0, None), (None, 0)):  # which of them are mapped
+        given = stacked(states) if of_state == 0 else states[0], *(together if of_rows == 0 else batch[0])
+        found = flat(torch.func.vmap(cycle, in_dims=(of_state, of_rows, of_rows))(*given))
+        for i in range(2):
+            alone = cycle(states[i if of_state == 0 else 0], *batch[i if of_rows == 0 else 0])
+            assert all(map(same_bits, flat(alone), [leaf[i] for leaf in found]))
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
@@ -599,9 +570,8 @@ def test_compiles_to_one_graph_that_serves_every_value(shape):
 def test_inductor_keeps_the_bits():
     compiled = torch.compile(cycle, fullgraph=True)
     state = record([3.0, 5.0, 7.0], [0] * 3, [1.7] * 3, [0.3] * 3, [1] * 3)
-    for overflow in (False, True):
-        out, expected = compiled(state, *example(overflow)), cycle(state, *example(overflow))
-        assert all(map(same_bits, flat(out[1:]), flat(expected[1:])))
+    for inputs in (example(False), example(True)):
+        assert all(map(same_bits, flat(compiled(state, *inputs)[1:]), flat(cycle(state, *inputs)[1:])))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
@@ -620,8 +590,7 @@ def test_the_sparse_gradient_of_an_embedding_is_unscaled_with_repeated_indices_a
     weight = torch.ones(4, 2, requires_grad=True)
     rows = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), weight, sparse=True)
     (sparse,) = torch.autograd.grad((rows * 6.0e4).half().float().sum(), weight)
-    assert sparse.is_sparse
-    assert not sparse.is_coalesced()
+    assert (sparse.is_sparse, sparse.is_coalesced()) == (True, False)
     found, finite = unscale(torch.tensor(6.0e4), {"w": sparse})
     assert finite
     torch.testing.assert_close(found["w"], sparse.to_dense() / 6.0e4)

@@ -93,7 +93,6 @@ def network(kind, dtype):
 
 @both
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 def test_rows_of_native_autocast_are_those_of_a_loop(kind, dtype):
     losses, params = network(kind, dtype)
     x = draw(6, 3, key=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
 import functional_jd as fj
-from functional_jd.precision.scaled_grad import scaled_grad
+from functional_jd.precision import scaled_grad
 
 UNITS = {1e-5: 2.0**17, 1e-7: 2.0**23}
 # All numbers are positive, so that no terms cancel: every rounding moves a result by half an epsilon of itself at most.
@@ -97,8 +97,7 @@ def test_powers_of_two_change_no_bit_where_nothing_underflows(exponent, seed):
 def test_arguments_are_those_of_grad_and_half_comes_out_as_float32():
     both = scaled_grad(energy, 8.0, argnums=(0, 1))(X, PARAMS, unit=1.0)
     torch.testing.assert_close(both, grad(energy, argnums=(0, 1))(X, PARAMS, 1.0))
-    with_aux = lambda x: (x.square().sum(), {"x": x})
-    found, aux = scaled_grad(with_aux, 4.0, has_aux=True)(X)
+    found, aux = scaled_grad(lambda x: (x.square().sum(), {"x": x}), 4.0, has_aux=True)(X)
     assert torch.equal(found, 2 * X)
     assert torch.equal(aux["x"], X)
     found = scaled_grad(lambda x: 2.0**-10 * (x * 2.0**-20).sum(), 2.0**12)(torch.ones(2, dtype=torch.float16))
