@@ -98,7 +98,8 @@ def check_learning(
             f"{here()}: no loss reaches {few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
-    if mesh is not None or kind.rows_are_examples:  # other ranks and examples may have other graphs
+    # Rules by groups alone need them; other ranks and examples may have other graphs.
+    if plan.groups is None or mesh is not None or kind.rows_are_examples:
         return []
     return [tuple(i for i, leaves in enumerate(reached) if not leaves or id(x) in leaves) for x in trunk]
 
