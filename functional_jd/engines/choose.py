@@ -157,13 +157,21 @@ def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
 
 
 def _rows_at_once(point: "Vjp", room: _Room) -> float:
+    """How many rows go at once. The graph of plain autograd is walked as far as it can matter: that takes time in every
+    step.
+    """
     if not point.inputs and not point.sizes:
         return inf
     if point.sizes:
         between, inputs, convolutions = point.sizes
-    else:  # from the graph of plain autograd
-        nodes = graph_nodes(point.outputs)
-        between, inputs = largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs]
+    else:
+        inputs = [x.numel() for x in point.inputs]
+        most = max(room.written // max(1, sum(inputs)), room.between // max(1, *inputs))
+        if most < room.smallest:
+            return most
+        enough = max(room.between // room.smallest, *inputs)
+        between = largest_gradient(point.outputs, point.inputs, enough)
+        nodes = graph_nodes(point.outputs) if max(inputs) < between <= enough else ()
         convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
     if between <= max(inputs):
         return room.written // max(1, sum(inputs))

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import described, here
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Declared, Losses, Tree
 from functional_jd.random.keys import fold_in
-from functional_jd.torch_compat.callers import here
 
 Carried = tuple[Tree, Tree]
 """`(buffers, aux)`; `()` in the place of what the losses do not return."""
@@ -85,11 +85,12 @@ def checked_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> Tree:
             f"another, which differs in {names[:5]}. Return all buffers, also those that did not change."
         ) from error
     for index, (x, y) in enumerate(zip(old, new, strict=True)):
-        expected, given = (_shaped(x), _shaped(y, rows))
-        if expected != given:
+        tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+        if not (tensors and x.dtype == y.dtype and x.shape == (y.shape[1:] if rows else y.shape)):
+            found = described(y[0] if rows and isinstance(y, Tensor) else y)
             raise ValueError(
-                f"{here()}: the losses must return buffers with the shapes and dtypes of those that they "
-                f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}. Call a module "
+                f"{here()}: the losses must return buffers with the shapes and dtypes of those that they received, "
+                f"found {found} in {tree_names(extras.buffers)[index]!r}, expected {described(x)}. Call a module "
                 "whose first forward pass shapes its buffers once before dict(module.named_buffers())."
             )
     return found
@@ -111,9 +112,3 @@ def own_buffers(extras: Extras) -> Tree:
     pairs = zip(tree_names(extras.buffers), leaves, strict=True)
     own = [fold_in(x, extras.rank) if is_key(name, x, extras.buffers) else x for name, x in pairs]
     return tree_unflatten(structure, own)
-
-
-def _shaped(value: Any, rows: bool = False) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{value.dtype} {list(value.shape[1:] if rows else value.shape)}"

@@ -286,7 +286,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
         tensors = isinstance(leaf, Tensor) and isinstance(other, Tensor)
         alike = tensors and leaf.dtype == other.dtype and leaf.shape == other.shape
-        if not (alike and same_layout(leaf, other)):
+        if not (alike and (type(leaf) is type(other) is Tensor or same_layout(leaf, other))):
             raise TypeError(
                 f"{here()}: every leaf must be a tensor, with the same shape and dtype in new and old, found "
                 f"{_described(leaf)} and {_described(other)} in {tree_names(new)[index]!r}. "

@@ -1,7 +1,7 @@
 """The graph of plain autograd: its nodes, the scalars that were stacked, sizes of gradients, and backward passes."""
 
-from collections.abc import Container, Iterable
-from math import prod
+from collections.abc import Container, Iterable, Iterator, Sequence
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -17,23 +17,22 @@ from functional_jd.torch_compat.torch_internals import private
 _run_backward: Any = private("autograd.graph._engine_run_backward", "backward passes", otherwise=False)
 
 
-def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
+def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
     """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
     ends = {get_gradient_edge(x).node for x in inputs}
     return nodes_from(filter(None, [y.grad_fn for y in outputs]), ends)
 
 
-def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
-    """The nodes that a backward pass from these nodes may visit, without those behind the ends."""
-    # Dicts keep the order, so that what is appended below is visited too.
+def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes that a backward pass from these nodes may visit, without those behind the ends: the next ones first."""
     found = dict.fromkeys(roots)
     order: list[Any] = list(found)
-    for node in order:
+    for node in order:  # and what is appended below
+        yield node
         for following, _ in () if node in ends else node.next_functions:
             if following is not None and following not in found:
                 found[following] = None
                 order.append(following)
-    return order
 
 
 def leaves_behind(roots: Iterable[Any], ends: Container[Any] = ()) -> dict[int, Tensor]:
@@ -64,17 +63,25 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
 
 
-def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
-    """The number of elements of the largest gradient on the way to the inputs."""
+def largest_gradient(outputs: list[Tensor], inputs: Sequence[Tensor], enough: float = inf) -> int:
+    """The number of elements of the largest gradient on the way to the inputs, or the first of more than `enough`."""
     # Where torch does not tell, rows go all together.
-    entries = (x for node in graph for x in getattr(node, "_input_metadata", ()) if not x.is_nested_tensor)
-    return largest_between([x.shape for x in entries], inputs)
+    entries = (x for node in graph_nodes(outputs) for x in getattr(node, "_input_metadata", ()))
+    return largest_between((x.shape for x in entries if not x.is_nested_tensor), inputs, enough)
 
 
-def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor]) -> int:
-    """The largest number of elements of these shapes, without those of the inputs and of their transposes."""
+def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor], enough: float = inf) -> int:
+    """The largest number of elements of these shapes, without those of the inputs and of their transposes, or the first
+    of more than `enough`.
+    """
     ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
-    return max([prod(shape) for shape in shapes if tuple(shape) not in ends], default=0)
+    largest = 0
+    for shape in shapes:
+        if tuple(shape) not in ends and (size := prod(shape)) > largest:
+            largest = size
+            if size > enough:
+                break
+    return largest
 
 
 def gradients(

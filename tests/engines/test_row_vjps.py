@@ -188,14 +188,16 @@ def test_the_graph_tells_its_nodes_and_its_widest_gradient():
         "MmBackward0",
         "torch::autograd::AccumulateGrad",
     ]
-    assert largest_gradient(graph_nodes([y]), (w,)) == 6
-    assert largest_gradient(graph_nodes([y]), ()) == 150
-    assert largest_gradient(graph_nodes([(x @ w.mT.mT.mT.mT).sum()]), (w,)) == 6
-    assert (graph_nodes([x]), largest_gradient([], ())) == ([], 0)
-    twice = y + y
+    assert largest_gradient([y], (w,)) == 6
+    assert largest_gradient([y], ()) == 150
+    assert largest_gradient([(x @ w.mT.mT.mT.mT).sum()], (w,)) == 6
+    assert ([*graph_nodes([x])], largest_gradient([], ())) == ([], 0)
+    deep = y + y
     for _ in range(40):  # 2 ** 40 paths
-        twice = twice + twice
-    assert len(graph_nodes([twice])) == 44
+        deep = deep + deep
+    assert len([*graph_nodes([deep])]) == 44
+    assert [largest_gradient([deep.sum()], (), enough) for enough in (0, 5, 6)] == [1, 6, 150]
+    assert next(graph_nodes([deep])).name() == "AddBackward0"  # whoever has seen enough walks no further
 
 
 @pytest.mark.parametrize("shapes", [[2000], [(20, 50), 999, ()]], ids=["one output", "several outputs"])
