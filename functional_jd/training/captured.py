@@ -1,6 +1,7 @@
 """A graph of operators as one CUDA graph: captured once, then replayed by one launch."""
 
 from collections.abc import Callable, Sequence
+from operator import is_not
 from threading import Lock
 from typing import Any
 
@@ -105,6 +106,8 @@ class Captured:
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]
             self.newest: list[Tensor] = []  # the results that hold the memory of the donated ones
             self.graph, self.results = self._captured(graph.forward)
+            small = {k for own, *_ in self.groups for k in own}
+            self.large = [k for k in range(donated, len(self.results)) if k not in small]
 
     def _captured(self, run: Callable[..., Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
         run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
@@ -115,7 +118,7 @@ class Captured:
             moved = [k for k in range(self.donated) if results[k] is not self.static[k]]
             apart = [results[k].clone() if memory(results[k]) in written else results[k] for k in moved]
             copy_each([self.static[k] for k in moved], apart)
-            self.small = _small(results, self.donated)
+            self.groups, self.bytes = joined_bytes(results, self.donated)
         return graph, results
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -124,34 +127,38 @@ class Captured:
             closures = zip(self.static[self.arguments :], tensors[self.arguments :], strict=True)
             if any(own.data_ptr() != given.data_ptr() for own, given in closures):
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
-            known = len(self.newest)
-            moved = [k for k in range(self.arguments) if k >= known or tensors[k] is not self.newest[k]]
+            moved = [k for k, new in enumerate(map(is_not, self.newest, tensors)) if new]
+            moved += range(len(self.newest), self.arguments)
             copy_each([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
             self.graph.replay()
             fresh = self._fresh()
-            for taken in (*tensors[: self.donated], *self.newest):  # whoever passed them, their memory is the next one
+            others = [tensors[k] for k in moved if k < self.donated]
+            for taken in others + self.newest:  # whoever passed them, their memory is the next one
                 taken.__class__ = Donated
-            self.newest = [x.detach() for x in self.static[: self.donated]]
+            self.newest = [x.data for x in self.static[: self.donated]]  # `detach` takes twice as long
             return self.newest + fresh
 
     def _fresh(self) -> list[Tensor]:
-        """Copies of the results that are not donated: small ones of a dtype by one launch."""
-        found, places = dict[int, Tensor](), range(self.donated, len(self.results))
-        for own, joined in self.small:
-            parts = joined.clone().split([self.results[k].numel() for k in own])
-            found |= {k: part.view(self.results[k].shape) for k, part in zip(own, parts, strict=True)}
-        large = [k for k in places if k not in found]
-        found |= dict(zip(large, clone_each([self.results[k] for k in large]), strict=True))
-        return [found[k] for k in places]
+        """Copies of the results that are not donated: all small ones by one launch."""
+        parts = self.bytes.clone().split([size for *_, size in self.groups])
+        found = dict(zip(self.large, clone_each([self.results[k] for k in self.large]), strict=True))
+        for (own, dtype, shape, _), part in zip(self.groups, parts, strict=True):
+            found.update(zip(own, part.view(dtype).view(shape).unbind(), strict=True))
+        return [found[k] for k in range(self.donated, len(self.results))]
 
 
-def _small(results: list[Tensor], start: int) -> list[tuple[list[int], Tensor]]:
-    """By dtype, the places of the small results from `start` on, and these joined."""
-    places: dict[torch.dtype, list[int]] = {}
+def joined_bytes(results: list[Tensor], start: int) -> tuple[list[Any], Tensor]:
+    """The small results from `start` on, the widest dtypes first: by dtype and shape their places, dtype, shape and
+    number of bytes; and these bytes.
+    """
+    places: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
     for k, x in enumerate(results):
-        if k >= start and x.layout is torch.strided and 0 < x.numel() <= _SMALL:
-            places.setdefault(x.dtype, []).append(k)
-    return [(own, torch.cat([results[k].reshape(-1) for k in own])) for own in places.values()]
+        if k >= start and x.layout is torch.strided and 0 < x.numel() <= _SMALL and not (x.is_complex() or x.is_neg()):
+            places.setdefault((x.dtype, x.shape), []).append(k)
+    ordered = sorted(places.items(), key=lambda group: -group[0][0].itemsize)
+    groups = [(own, dtype, (len(own), *x), len(own) * x.numel() * dtype.itemsize) for (dtype, x), own in ordered]
+    parts = [results[k].reshape(-1).view(torch.uint8) for own, *_ in groups for k in own]
+    return groups, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def check_inputs(inputs: Sequence[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """A step, or any other pure function of tensors, as one compiled graph for each kind of arguments."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from enum import Enum
 from functools import update_wrapper
@@ -15,7 +16,7 @@ from torch.amp import is_autocast_available
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from functional_jd.core.arguments import check_flag, check_function, check_option, refuse
-from functional_jd.core.tree import tree_difference, tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
@@ -74,7 +75,7 @@ class Compiled:
     def __init__(self, f: Callable[..., Any], backend: Any, donate: bool = False):
         self.f, self.backend, self.donate = f, backend, donate
         self.graphs: dict[Any, _Graph] = {}
-        self.newest: tuple[Sequence[Any], tuple[Any, ...]] = (), ()  # leaves of the donated result, and their kinds
+        self.newest: Any = None, (), None, ()  # the donated result, its leaves, their structure and kinds
         update_wrapper(self, f, updated=())
 
     def __reduce__(self) -> Any:  # a copy compiles again
@@ -83,13 +84,11 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _INSIDE.get() or dispatch_modes():  # a part of the graph around
             return self.f(*args, **kwargs)
-        given: list[Any]
-        given, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        newest, known = self.newest
-        known = known if len(newest) <= len(given) and all(map(is_, newest, given)) else ()
-        kinds = known + tuple(map(_kind, given[len(known) :]))
-        key = structure, _ambient(tensors[:1] if self.donate else tensors), kinds
+        first, of_first, kinds = self._flat(args[:1])
+        rest, of_rest = tree_flatten((args[1:], kwargs))
+        given = first + rest
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+        key: Any = of_first, of_rest, _ambient(tensors[:1] if self.donate else tensors), kinds, *map(_kind, rest)
         graph = self.graphs.get(key)
         while graph is not None and (modes := tuple([x.training for x in graph.modules])) != graph.modes:
             key = (*key, modes)
@@ -98,16 +97,30 @@ class Compiled:
             _check((args, kwargs), given)
         if graph is None:
             with _COMPILING:
+                structure = tree_flatten((args, kwargs))[1]
                 graph = self.graphs.get(key) or copy_context().run(self._written, given, structure, tensors)
                 self.graphs[key] = graph
                 if len(self.graphs) == _MANY:
                     warnings.warn(_TOO_MANY, RuntimeWarning, stacklevel=2)
-        found = iter(graph.run(*tensors, *(x.detach() for x in graph.constants)))
-        leaves = [next(found) if x is None else x[0] for x in graph.leaves]
+        leaves = [*graph.run(*tensors, *(x.detach() for x in graph.constants))]
+        for place, leaf in graph.others:
+            leaves.insert(place, leaf)
+        result = tree_unflatten(graph.structure, leaves)
         if self.donate:
-            count = len(known) or len(tree_flatten(args[:1])[0])
-            self.newest = leaves[:count], kinds[:count]
-        return tree_unflatten(graph.structure, leaves)
+            state = result[0] if type(result) is tuple and result else result
+            self.newest = state, leaves[: len(first)], of_first, kinds
+        return result
+
+    def _flat(self, first: tuple[Any, ...]) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        """The leaves of the first argument, their structure and kinds: of the donated result in a tenth of the time."""
+        result, newest, structure, kinds = self.newest
+        if first and first[0] is result:
+            with suppress(ValueError):
+                leaves = leaves_like(structure, first)
+                if all(map(is_, newest, leaves)):
+                    return leaves, structure, kinds
+        leaves, structure = tree_flatten(first)
+        return leaves, structure, tuple(map(_kind, leaves))
 
     def _written(self, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         _INSIDE.set(True)
@@ -123,7 +136,7 @@ class Compiled:
                     cure = "Return what it computes, such as pullback(weights) instead of pullback."
                     refuse(f"the result {name!r}", "a tensor, a number or a name", leaf, cure)
             donated = count_donated(args[:1], result) if self.donate else 0
-            found[:] = donated, of_result, [None if isinstance(x, Tensor) else (x,) for x in leaves]
+            found[:] = donated, of_result, [(k, x) for k, x in enumerate(leaves) if not isinstance(x, Tensor)]
             return [x for x in leaves if isinstance(x, Tensor)]
 
         def note(module: nn.Module, _: Any) -> None:
@@ -160,7 +173,7 @@ class _Graph(NamedTuple):
     modules: list[nn.Module]  # that it calls
     modes: tuple[bool, ...]
     structure: Any  # of the results
-    leaves: list[Any]  # None for a tensor, else `(constant,)`
+    others: list[tuple[int, Any]]  # the leaves of the results that are no tensors, with their places
 
 
 _RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

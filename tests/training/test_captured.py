@@ -107,8 +107,7 @@ class Copies:
             own.copy_(new)
         for k in range(self.captured.donated):
             self.captured.static[k].copy_(found[k])
-        for places, joined in self.captured.small:
-            joined.copy_(torch.cat([found[k].reshape(-1) for k in places]))
+        self.captured.bytes.copy_(captured.joined_bytes(found, self.captured.donated)[1])
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def without_a_gpu(monkeypatch):
 
     def stand_in(self, run):
         results = [x.clone() for x in run(*self.static)]
-        self.small = captured._small(results, self.donated)
+        self.groups, self.bytes = captured.joined_bytes(results, self.donated)
         return Copies(run, self), results
 
     monkeypatch.setattr(captured.Captured, "_captured", stand_in)
@@ -146,6 +145,8 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
         else:
             assert before.params["w"].isfinite().all()
     assert len(take.graphs) == 2
+    state.params["w"] = torch.full((3,), 2.0)  # in the dict that was returned
+    torch.testing.assert_close(take(state, x)[1].losses["b"], torch.tensor(3.0))
 
 
 def test_a_front_is_that_of_operators(without_a_gpu):
@@ -234,6 +235,6 @@ def test_a_donated_tensor_that_is_a_direction_is_not_moved_where_it_is():
 
 def test_sparse_results_are_not_joined():
     results = [torch.ones(2), torch.eye(2).to_sparse(), torch.zeros(())]
-    ((places, joined),) = captured._small(results, 0)
-    assert places == [0, 2]
-    assert joined.tolist() == [1.0, 1.0, 0.0]
+    groups, joined = captured.joined_bytes(results, 0)
+    assert [places for places, *_ in groups] == [[0], [2]]
+    assert joined.view(torch.float32).tolist() == [1.0, 1.0, 0.0]
