@@ -180,10 +180,14 @@ class _Applied:
         holder = holder_of(self.module)
         holder.take(get_ident())
         try:
+            look = not holder.checked or LOOKING.get() is not None
+            if not look and parts.run_once():
+                output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
+                parts.check()
+                return output
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = graph_nodes(start)
-            look = not holder.checked or LOOKING.get() is not None
             looking = UsedParameters(parts.own_parameters(), start) if look else None
             with looking or nullcontext():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)

@@ -51,6 +51,7 @@ class ModuleParts:
         own = [tuple(islice(vars(part), len(_STANDARD))) == _STANDARD for part in ordinary]
         self.attributes = [(vars(part), len(_STANDARD) * first) for part, first in zip(ordinary, own, strict=True)]
         self.contents = [(part, _contents(part)) for part in ordinary]
+        self.are_torchs = all(map(_is_torchs, parts.values()))
         self.buffers = [
             (part, home, set(home), {name for name, x in home.items() if x is not None})
             for part in ordinary
@@ -69,6 +70,10 @@ class ModuleParts:
             if len(home) > len(known):
                 for name in [name for name, x in home.items() if x is not None and name not in known]:
                     _take_back(part, name, name in registered)
+
+    def run_once(self) -> bool:
+        """Whether all parts are layers of torch without hooks, of which nothing runs again in a backward pass."""
+        return self.are_torchs and not any(any(map(x.get, _HOOKS)) for x, _ in self.attributes)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """The parameters that the module has now, by name."""
@@ -90,6 +95,12 @@ class ModuleParts:
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:
     parameters, _ = module_tensors(part)
     return len(parameters), tuple(part._modules.values())  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_torchs(part: nn.Module) -> bool:
+    """Whether a part is a layer of torch, which calls functions of torch alone."""
+    names = [type(part).__module__, *(str(f.__module__) for f in vars(part).values() if callable(f))]
+    return names[0].startswith("torch.nn.modules.") and all(x.startswith("torch.") for x in names)
 
 
 def _take_back(part: nn.Module, name: str, registered: bool) -> None:
@@ -122,3 +133,4 @@ def _tensors_in(container: Any) -> list[Tensor]:
 _LONG = 1000
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, deque))
 _STANDARD = tuple(vars(nn.Module()))
+_HOOKS = ["forward", *(name for name in _STANDARD if "forward" in name and name.endswith("hooks"))]
