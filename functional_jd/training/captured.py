@@ -1,7 +1,6 @@
 """A graph of operators as one CUDA graph: captured once, then replayed by one launch."""
 
 from collections.abc import Callable, Sequence
-from operator import is_not
 from threading import Lock
 from typing import Any
 
@@ -106,8 +105,7 @@ class Captured:
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]
             self.newest: list[Tensor] = []  # the results that hold the memory of the donated ones
             self.graph, self.results = self._captured(graph.forward)
-            small = {k for own, *_ in self.groups for k in own}
-            self.large = [k for k in range(donated, len(self.results)) if k not in small]
+            self.large = [*{*range(donated, len(self.results))}.difference(*(own for own, *_ in self.groups))]
 
     def _captured(self, run: Callable[..., Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
         run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
@@ -127,13 +125,11 @@ class Captured:
             closures = zip(self.static[self.arguments :], tensors[self.arguments :], strict=True)
             if any(own.data_ptr() != given.data_ptr() for own, given in closures):
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
-            moved = [k for k, new in enumerate(map(is_not, self.newest, tensors)) if new]
-            moved += range(len(self.newest), self.arguments)
+            moved = [k for k in range(self.arguments) if k >= len(self.newest) or tensors[k] is not self.newest[k]]
             copy_each([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
             self.graph.replay()
             fresh = self._fresh()
-            others = [tensors[k] for k in moved if k < self.donated]
-            for taken in others + self.newest:  # whoever passed them, their memory is the next one
+            for taken in (*tensors[: self.donated], *self.newest):  # whoever passed them, their memory is the next one
                 taken.__class__ = Donated
             self.newest = [x.data for x in self.static[: self.donated]]  # `detach` takes twice as long
             return self.newest + fresh
@@ -148,9 +144,7 @@ class Captured:
 
 
 def joined_bytes(results: list[Tensor], start: int) -> tuple[list[Any], Tensor]:
-    """The small results from `start` on, the widest dtypes first: by dtype and shape their places, dtype, shape and
-    number of bytes; and these bytes.
-    """
+    """The small results from `start` on, by dtype and shape, wide dtypes first; and the bytes of all of them."""
     places: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
     for k, x in enumerate(results):
         if k >= start and x.layout is torch.strided and 0 < x.numel() <= _SMALL and not (x.is_complex() or x.is_neg()):
