@@ -72,7 +72,7 @@ class ModuleParts:
                     _take_back(part, name, name in registered)
 
     def run_once(self) -> bool:
-        """Whether all parts are layers of torch without hooks, of which nothing runs again in a backward pass."""
+        """Whether all parts are layers of torch without hooks: nothing runs again in a backward pass."""
         return self.are_torchs and not any(any(map(x.get, _HOOKS)) for x, _ in self.attributes)
 
     def own_parameters(self) -> dict[str, Tensor]:

@@ -373,3 +373,14 @@ def test_compiled_losses_may_read_what_forward_stores(kind, rule):
         trunk = after.params["shared"] if kind == "multitask" else after.params
         moved = torch.cat([(params[name] - p).flatten() for name, p in trunk.items()])
         check_moved(moved, info.weights, expected)
+
+
+def test_a_checkpoint_that_comes_to_layers_of_torch_later_finds_the_passed_parameters():
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh()), torch.ones(4, 2)
+    params = {name: torch.full_like(p, 0.5).requires_grad_() for name, p in net.named_parameters()}
+    apply = fj.functional(net)
+    gradient = lambda: torch.autograd.grad(apply(params, {}, x)[0].square().sum(), [*params.values()])
+    expected = [gradient() for _ in range(2)][1]
+    forward = net.forward
+    net.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    assert all(map(torch.equal, gradient(), expected))
