@@ -1,8 +1,7 @@
 """Ranks that are about to do different things are told so, all of them, before anything of another size is sent."""
 
 import hashlib
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any, cast
@@ -14,71 +13,62 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded, over_dimension, positions, shard_dims, shard_of
 from functional_jd.torch_compat.callers import here
 
-_DEEPEST, _SHOWN, _LONGEST = 12, 160, 1000
+_DEEPEST, _SHOWN = 12, 1000
 
-_FIRST, _BITS = 1000, 24
-"""So many values travel beside digests of so many bits: 8 kB take as long as 200 bytes."""
+_FIRST = 1000
+"""So many values travel beside the digests: 8 kB take as long as 200 bytes."""
 
 
-def check_alike(parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
+def check_alike(parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
     """Raise ValueError, on all ranks, unless each part has the same description on all: one exchange of digests.
 
-    `parts` are named by the thing that must be alike, their number is the same on all ranks; `least` finds the smallest
-    values over the ranks; `device` is where their collectives take tensors.
+    `parts` are named by the thing that must be alike, their number is the same on all ranks; `mean` finds the mean over
+    the ranks; `device` is where their collectives take tensors.
     """
-    hashes = [hashlib.blake2b(repr(part).encode(), digest_size=7) for part in parts.values()]
-    digests = [int.from_bytes(each.digest(), "big") for each in hashes]
-    found = least(torch.tensor([[digest, -digest] for digest in digests], device=device)).tolist()
-    _refuse({name: _shown(part) for name, part in parts.items()}, [x == -y for x, y in found], cure)
+    means_if_alike([torch.zeros(0, device=device)], parts, mean, cure, waits=True)
 
 
-def _refuse(shown: Mapping[str, str], alike: list[bool], cure: str) -> None:
-    """Refuse what is not alike on all ranks."""
-    other = {name: text for (name, text), same in zip(shown.items(), alike, strict=True) if not same}
-    if other:
-        raise ValueError(
-            f"{here()}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
-            f"{'; '.join(other.values())}. {cure}"
-        )
+def means_if_alike(
+    values: Sequence[Tensor], parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], cure: str, waits: bool = False
+) -> list[Tensor]:
+    """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
+
+    The first message has one size and one dtype, whatever the values are: with other numbers of them, ranks could not
+    compare. More than 1000 values take a second message. `parts` are as for `check_alike`. If they differ, all ranks
+    raise ValueError; on an accelerator, without `waits`, the means are NaN.
+    """
+    sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
+    first, rest = sent[:_FIRST], sent[_FIRST:]
+    own = torch.stack([_digest(part, sent.device) for part in parts.values()])
+    found = mean(torch.cat([first, own.new_zeros(_FIRST - len(first)), own]))
+    alike = (found[_FIRST:].detach() - own).abs() < 0.25
+    if waits := waits or alike.is_cpu:
+        other = [name for name, same in zip(parts, alike.tolist(), strict=True) if not same]
+        if other:
+            raise ValueError(
+                f"{here()}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
+                f"{'; '.join(_shown(parts[name]) for name in other)}. {cure}"
+            )
+    means = torch.cat([found[: len(first)], mean(rest)]) if len(rest) else found[: len(first)]
+    if not waits:  # the step is skipped
+        means = torch.where(alike.all(), means, torch.nan)
+    split = means.split([value.numel() for value in values])
+    return [part.reshape(value.shape).to(value) for part, value in zip(split, values, strict=True)]
+
+
+def _digest(part: Any, device: torch.device) -> Tensor:
+    """A digest whose mean over ranks is itself only where all have the same: small enough for rounding to show less.
+
+    Made on the device, from a number: a copy from the host would wait for it.
+    """
+    dtype = widest(device)
+    number = int.from_bytes(hashlib.blake2b(repr(part).encode(), digest_size=5).digest(), "big")
+    return torch.full((), number % int(2.0**-10 / torch.finfo(dtype).eps), dtype=dtype, device=device)
 
 
 def _shown(part: Any) -> str:
     items: list[Any] = part if isinstance(part, list) else [part]
     return ", ".join(str(item)[:_SHOWN] for item in items[:5]) + f" and {len(items) - 5} others" * (len(items) > 5)
-
-
-def means_if_alike(
-    values: Sequence[Tensor], parts: Mapping[str, str], mean: Callable[[Tensor], Tensor], ranks: int, cure: str
-) -> list[Tensor]:
-    """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
-
-    The first message has one size and one dtype, whatever the values are: with other numbers of them, ranks could not
-    compare. More than 1000 values take a second message. `parts` are one or two, the same number on all
-    ranks. If they differ, all ranks raise ValueError; on an accelerator, without a wait, the means are NaN.
-    """
-    sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
-    first, rest = sent[:_FIRST], sent[_FIRST:]
-    bits = _bits_of(parts.values(), sent.device).to(widest(sent.device))
-    found = mean(torch.cat([first, bits.new_zeros(_FIRST - len(first)), bits]))
-    shared = found[_FIRST:].detach().reshape(len(parts), _BITS)
-    alike = ((shared - shared.round()).abs() < 0.25 / ranks).all(1)
-    if alike.is_cpu:
-        _refuse({name: text[:_LONGEST] for name, text in parts.items()}, alike.tolist(), cure)
-    means = torch.cat([found[: len(first)], mean(rest)]) if len(rest) else found[: len(first)]
-    if not alike.is_cpu:  # without waiting for the device: the step is skipped
-        means = torch.where(alike.all(), means, torch.nan)
-    own = means.split([value.numel() for value in values])
-    return [part.reshape(value.shape).to(value) for part, value in zip(own, values, strict=True)]
-
-
-def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
-    """Digests as zeros and ones, whose means over ranks are zeros and ones only where all ranks have the same.
-
-    Made on the device, from a number: a copy of a list would wait for it.
-    """
-    digests = [zlib.crc32(text.encode()) % (1 << _BITS) for text in texts]
-    number = sum(digest << k * _BITS for k, digest in enumerate(digests))
-    return (number >> torch.arange(len(digests) * _BITS, device=device)) & 1
 
 
 def description(value: Any, keys: bool = True, waiting: bool = True, depth: int = 0) -> Any:

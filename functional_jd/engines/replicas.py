@@ -236,11 +236,11 @@ def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
         return mean_over_group(values, group)
     leaves, structure = tree_flatten(values)
     parts = {
-        "losses with the same names, shapes and dtypes": ", ".join(described_leaves(values)),
-        "the same rule": repr(description(plan.rule, keys=False, waiting=False)),
+        "losses with the same names, shapes and dtypes": described_leaves(values),
+        "the same rule": [description(plan.rule, keys=False, waiting=False)],
     }
     mean = partial(mean_over_group, group=group)
-    return tree_unflatten(structure, means_if_alike(leaves, parts, mean, known_group(group)[1], _CURE))
+    return tree_unflatten(structure, means_if_alike(leaves, parts, mean, _CURE))
 
 
 _CURE = (
@@ -315,5 +315,5 @@ def check_alike(tree: Tree, group: Group, what: str, method: Mapping[str, Any] =
         return
     parts = {f"{what} with the same names, shapes and dtypes": described_leaves(tree)}
     parts |= {f"the same {name}": [description(record, keys=False)] for name, record in method.items()}
-    least = partial(collective, "least", group=group)
-    agreement.check_alike(parts, least, leaves[0].device, "Build them alike everywhere.")
+    mean = partial(mean_over_group, group=group)
+    agreement.check_alike(parts, mean, leaves[0].device, "Build them alike everywhere.")

@@ -58,15 +58,15 @@ class Gathers:
     def announce(self, doing: Any, device: Any) -> None:
         """Raise ValueError on all ranks, where training starts, unless all do the same."""
         if self.starting:
-            check_alike({_ALIKE: doing}, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
+            check_alike({_ALIKE: doing}, partial(over_mesh, "mean", mesh=self.mesh), device, _CURE)
 
     def mean(self, values: list[Tensor], described: list[str]) -> list[Tensor]:
         """The means over the ranks of losses, sent with digests of the names, their own too, and of the rule."""
         used = f"{', '.join(self.names)}; {', '.join(described)}"
-        parts = {_ALIKE: used, "the same rule": repr(description(self.rule, keys=False, waiting=False))}
+        parts = {_ALIKE: used, "the same rule": [description(self.rule, keys=False, waiting=False)]}
         mean = partial(over_mesh, "mean", mesh=self.mesh)
         some = values or [torch.zeros(0, device=self.mesh.device_type)]  # a rank without losses is told so, too
-        return means_if_alike(some, parts, mean, self.mesh.size(), _CURE)[: len(values)]
+        return means_if_alike(some, parts, mean, _CURE)[: len(values)]
 
     def saving_shards(self) -> Any:
         """Let autograd save shards instead of gathered leaves and their views, and gather them again when needed."""

@@ -266,8 +266,8 @@ def check_ranks(
         held = [x.placements if is_sharded(x) else f"{int(checksums([x])[0]):x}" for x in found]
         parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
     for mesh in meshes:
-        least = partial(over_mesh, "least", mesh=mesh)
-        check_alike(parts, least, mesh.device_type, "Build them alike everywhere.")
+        mean = partial(over_mesh, "mean", mesh=mesh)
+        check_alike(parts, mean, mesh.device_type, "Build them alike everywhere.")
 
 
 def keys_of(state: Tree) -> list[Tensor]:

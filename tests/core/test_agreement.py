@@ -21,13 +21,13 @@ class Ranks:
         for values, parts in ranks:
             messages = []
             # As if all others sent the same.
-            means_if_alike(values, parts, lambda x, own=messages: own.append(x) or x, 2, "Do so.")
+            means_if_alike(values, parts, lambda x, own=messages: own.append(x) or x, "Do so.")
             self.sent.append(messages)
 
     def means(self, values, parts, cure="Do so."):
         turns = iter(zip(*self.sent, strict=False))
         mean = lambda own: torch.stack([x / len(self.sent) for x in next(turns)]).sum(0).to(own)
-        return means_if_alike(values, parts, mean, len(self.sent), cure)
+        return means_if_alike(values, parts, mean, cure)
 
 
 def values_of(m, dtype=torch.float32, device="cpu"):
@@ -41,7 +41,7 @@ def test_the_first_message_has_one_size_and_one_dtype():
         for dtype in (torch.float32, torch.float64)
         for x in Ranks((values_of(m, dtype), {"losses": f"{m} {dtype}"})).sent[0][:1]
     }
-    assert found == {((1024,), torch.float64)}
+    assert found == {((1001,), torch.float64)}
 
 
 @pytest.mark.parametrize("m", [0, 1, 999, 1000, 1001, 5000])
@@ -74,7 +74,7 @@ def test_every_rank_is_told_what_differs(ranks):
 
 def test_gradients_are_those_of_the_means():
     x = torch.ones(1001, requires_grad=True)
-    (mean,) = means_if_alike([x * 2], {"losses": "a"}, lambda x: (x + x.detach()) / 2, 2, "")
+    (mean,) = means_if_alike([x * 2], {"losses": "a"}, lambda x: (x + x.detach()) / 2, "")
     mean.sum().backward()
     assert torch.equal(x.grad, torch.ones(1001))
 
