@@ -64,15 +64,8 @@ def session():
         policy.tokens.weight.add_(0.1)
     rows = [torch.randint(32, (8, 9)) for _ in range(4)]
     own = {"policy": policy, "model": policy, "reference": reference, "batches": rows, "fixed": FIXED, "torch": torch}
-    return (
-        names
-        | own
-        | {
-            "rule": jd.constant([FIXED[name] for name in sorted(FIXED)]),
-            "scales": jd.scale_state(shape=4),
-            "memory": None,
-        }
-    )
+    own |= {"rule": jd.constant([FIXED[name] for name in sorted(FIXED)]), "scales": jd.scale_state(shape=4)}
+    return names | own | {"memory": None}
 
 
 def by_accelerate(sign, rule, own):

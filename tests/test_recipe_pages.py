@@ -112,7 +112,7 @@ def test_seeds_with_statistics_of_their_own_train_as_they_do_alone(shown):
 
 
 def one_step(shown, rule):
-    batch = shown["x"], shown["kind"], shown["price"]
+    batch = batch_of(shown)
     how = {"losses": shown["losses"], "aggregator": rule, "optimizer": jd.sgd(0.1)}
     state = jd.train_state(shown["params"], *batch, scale=jd.scale_state(2.0, shape=(2,)), **how)
     state, info = jd.step(state, *batch, **how)
@@ -277,7 +277,7 @@ def test_accumulated_parts_skip_and_scale_as_a_step_of_the_whole_batch(shown, sp
 
 def trained(shown, state, method, steps):
     for _ in range(steps):
-        state, _ = jd.step(state, shown["x"], shown["kind"], shown["price"], **method)
+        state, _ = jd.step(state, *batch_of(shown), **method)
     return state
 
 

@@ -3,20 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from problems_development import (
-    bandit,
-    beta_vae,
-    diabetes,
-    fairness,
-    noisy_labels,
-    tumours,
-    two_digits,
-    unbalanced,
-    units,
-)
-from problems_equations import burgers, heat, helmholtz
-from problems_held_out import computers, diamonds, households, loans, molecule_properties, signals_of_digits, twenty
-from problems_large import convolutions, graph_net, transformer
+import problems_development as development
+import problems_equations as equations
+import problems_held_out as held_out
+import problems_large as large
 from study_problem import Problem
 
 
@@ -39,26 +29,26 @@ class Entry(NamedTuple):
 
 
 PROBLEMS = {
-    "units": Entry(units, 2),
-    "two_digits": Entry(two_digits, 3),
-    "noisy_labels": Entry(noisy_labels, 16, exchangeable=True),
-    "diabetes": Entry(diabetes, 3, own_loss=True),
-    "tumours": Entry(tumours, 5, own_loss=True),
-    "unbalanced": Entry(unbalanced, 4, shared=False, own_loss=True),
-    "fairness": Entry(fairness, 2, shared=False),
-    "bandit": Entry(bandit, 2, shared=False),
-    "burgers": Entry(burgers, 3, shared=False),
-    "helmholtz": Entry(helmholtz, 2, shared=False),
-    "diamonds": Entry(diamonds, 3, shared=False, held_out=True, own_loss=True),
-    "computers": Entry(computers, 3, held_out=True, own_loss=True),
-    "households": Entry(households, 3, held_out=True, own_loss=True),
-    "loans": Entry(loans, 2, held_out=True),
-    "molecules": Entry(molecule_properties, 5, held_out=True, own_loss=True),
-    "signals": Entry(signals_of_digits, 2, shared=False, held_out=True),
-    "twenty": Entry(twenty, 20, held_out=True),
-    "heat": Entry(heat, 3, shared=False, held_out=True),
-    "convolutions": Entry(convolutions, 3, held_out=True),
-    "characters": Entry(transformer, 3, shared=False, held_out=True),
-    "graphs": Entry(graph_net, 5, held_out=True, own_loss=True),
-    "beta_vae": Entry(beta_vae, 2, front_only=True),
+    "units": Entry(development.units, 2),
+    "two_digits": Entry(development.two_digits, 3),
+    "noisy_labels": Entry(development.noisy_labels, 16, exchangeable=True),
+    "diabetes": Entry(development.diabetes, 3, own_loss=True),
+    "tumours": Entry(development.tumours, 5, own_loss=True),
+    "unbalanced": Entry(development.unbalanced, 4, shared=False, own_loss=True),
+    "fairness": Entry(development.fairness, 2, shared=False),
+    "bandit": Entry(development.bandit, 2, shared=False),
+    "burgers": Entry(equations.burgers, 3, shared=False),
+    "helmholtz": Entry(equations.helmholtz, 2, shared=False),
+    "diamonds": Entry(held_out.diamonds, 3, shared=False, held_out=True, own_loss=True),
+    "computers": Entry(held_out.computers, 3, held_out=True, own_loss=True),
+    "households": Entry(held_out.households, 3, held_out=True, own_loss=True),
+    "loans": Entry(held_out.loans, 2, held_out=True),
+    "molecules": Entry(held_out.molecule_properties, 5, held_out=True, own_loss=True),
+    "signals": Entry(held_out.signals_of_digits, 2, shared=False, held_out=True),
+    "twenty": Entry(held_out.twenty, 20, held_out=True),
+    "heat": Entry(equations.heat, 3, shared=False, held_out=True),
+    "convolutions": Entry(large.convolutions, 3, held_out=True),
+    "characters": Entry(large.transformer, 3, shared=False, held_out=True),
+    "graphs": Entry(large.graph_net, 5, held_out=True, own_loss=True),
+    "beta_vae": Entry(development.beta_vae, 2, front_only=True),
 }

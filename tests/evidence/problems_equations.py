@@ -7,6 +7,8 @@ import torch
 from study_problem import Data, Params, Problem, Split, apply, closeness, generator_of, network
 from torch import Tensor
 
+VISCOSITY = 0.05
+
 
 def with_slopes(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A network's values `[n]`, first and second derivatives `[2, n]` along both inputs: layer by layer, no graph."""
@@ -66,37 +68,30 @@ def _with_start_and_edge(g: torch.Generator) -> Split:
     return inside, start, edge
 
 
-def _started(params: Params, residual: Tensor, start: Tensor, edge: Tensor) -> Tensor:
-    """The losses: equation, start from minus a sine, and zeros at the edge."""
-    begin = apply(params, start)[:, 0] + torch.sin(pi * start[:, 1])
-    return torch.stack([residual.square().mean(), begin.square().mean(), apply(params, edge).square().mean()])
-
-
-def burgers() -> Problem:
-    """`u_t + u u_x = nu u_xx` from minus a sine, with the solution of Cole and Hopf."""
-    viscosity = 0.05
+def _started(residual: Callable[..., Tensor], exact: Callable[[Tensor], Tensor]) -> Problem:
+    """Losses: an equation of a function and its slopes, start from minus a sine, and zeros at the edge."""
 
     def losses(params: Params, inside: Tensor, start: Tensor, edge: Tensor) -> Tensor:
-        u, first, second = with_slopes(params, inside)
-        return _started(params, first[0] + u * first[1] - viscosity * second[1], start, edge)
+        begin = apply(params, start)[:, 0] + torch.sin(pi * start[:, 1])
+        left = residual(*with_slopes(params, inside))
+        return torch.stack([left.square().mean(), begin.square().mean(), apply(params, edge).square().mean()])
 
-    exact = lambda x: _cole_hopf(x, viscosity)
     # Zero solves the equation and the edge: there, the unit of the solution, whose mean square at the start is 1/2.
     constant = lambda inside, start, edge: torch.full((3,), 0.5)
     return _equation(_with_start_and_edge, exact, losses, constant, 3, _in_time)
 
 
+def burgers() -> Problem:
+    """`u_t + u u_x = nu u_xx` from minus a sine, with the solution of Cole and Hopf."""
+    residual = lambda u, first, second: first[0] + u * first[1] - VISCOSITY * second[1]
+    return _started(residual, lambda x: _cole_hopf(x, VISCOSITY))
+
+
 def heat() -> Problem:
     """`u_t = a u_xx` from minus a sine."""
     a = 0.2
-
-    def losses(params: Params, inside: Tensor, start: Tensor, edge: Tensor) -> Tensor:
-        _, first, second = with_slopes(params, inside)
-        return _started(params, first[0] - a * second[1], start, edge)
-
     exact = lambda x: -torch.sin(pi * x[:, 1]) * torch.exp(-a * pi**2 * x[:, 0])
-    constant = lambda inside, start, edge: torch.full((3,), 0.5)
-    return _equation(_with_start_and_edge, exact, losses, constant, 3, _in_time)
+    return _started(lambda _, first, second: first[0] - a * second[1], exact)
 
 
 def _cole_hopf(x: Tensor, viscosity: float) -> Tensor:

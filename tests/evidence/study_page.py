@@ -3,6 +3,7 @@
 from pathlib import Path
 from statistics import mean, median
 
+import study_statistics as stats
 import torch
 from pages import table, write_between
 from problems import PROBLEMS
@@ -14,24 +15,7 @@ from study_peer_tables import beside_the_peer
 from study_peers import PREFIX
 from study_pictures import draw, draw_fronts, draw_summary
 from study_queue import FROZEN, queue
-from study_statistics import (
-    REFERENCE,
-    SHARES,
-    Difference,
-    at_the_end,
-    complete,
-    critical_difference,
-    difference,
-    friedman,
-    joined,
-    mean_ranks,
-    passes_taken,
-    scores,
-    signed_ranks,
-    spent,
-    students_t,
-    table_of,
-)
+from study_statistics import REFERENCE, SHARES, Difference, complete, difference, passes_taken, scores, spent
 from study_training import PATIENCE, RISE
 
 PAGE = Path(__file__).parent / "REPORT.md"
@@ -159,7 +143,11 @@ def at_equal_budget(cells: Cells) -> str:
         row = [name, str(round(spent(found["nash_mtl"])[0])), str(trials)]
         for search, taken, shown in (
             (scores(searched, trials=trials), passes_taken(searched, trials), [f"{nash.mean():.3f}"]),
-            (scores(joined(first, searched, trials)), passes_taken(first) + passes_taken(searched, rest), []),
+            (
+                scores(stats.joined(first, searched, trials)),
+                passes_taken(first) + passes_taken(searched, rest),
+                [],
+            ),
         ):
             by_steps = f"{taken / passes_taken(found['nash_mtl']):.1f}"
             apart = points(difference(nash, search, PROBLEMS[name].shared))
@@ -177,17 +165,18 @@ def ranks(cells: Cells) -> str:
     names = complete(cells, methods)
     if len(names) < 5:
         return f"Ranks need five problems with all of the first methods; {len(names)} have them so far."
-    found = table_of(cells, names, methods)
-    chances = signed_ranks(found, 0)
-    order, over = mean_ranks(found), (found - found[:, :1]).mean(0).tolist()
+    found = stats.table_of(cells, names, methods)
+    chances = stats.signed_ranks(found, 0)
+    order, over = stats.mean_ranks(found), (found - found[:, :1]).mean(0).tolist()
     rows = [
         [spelled(methods[i]), f"{order[i]:.2f}", *(("-", "-") if i == 0 else (signed(over[i]), f"{chances[i]:.3f}"))]
         for i in sorted(range(len(methods)), key=lambda i: float(order[i]))
     ]
+    apart = stats.critical_difference(len(methods), len(names))
     words = (
         f"On the {len(names)} problems with all of these methods. Mean ranks that differ by less than "
-        f"{critical_difference(len(methods), len(names)):.2f} are not told apart (Nemenyi, 5 %); Friedman's test: "
-        f"p = {friedman(found):.2g}. *Mean*: the difference to *standardised*, in hundredths, here over the same "
+        f"{apart:.2f} are not told apart (Nemenyi, 5 %); Friedman's test: "
+        f"p = {stats.friedman(found):.2g}. *Mean*: the difference to *standardised*, in hundredths, here over the same "
         "problems for all. Last column: Wilcoxon's signed ranks against *standardised*, corrected after Holm."
     )
     return words + "\n\n" + table(["", "mean rank", "mean", "p"], rows)
@@ -233,7 +222,7 @@ def intervals(cells: Cells) -> str:
         if method in found and method != reference_of(name)
     ]
     bold = [pair for pair in pairs if difference(*pair).word != "none seen"]
-    still = sum(students_t(*pair).word != "none seen" for pair in bold)
+    still = sum(stats.students_t(*pair).word != "none seen" for pair in bold)
     return (
         f"{len(bold)} of {len(pairs)} intervals against *standardised* leave out 0, and {still} of these do by "
         "Student's t, too."
@@ -247,7 +236,7 @@ def honesty(cells: Cells, bold: str) -> str:
     trained = [cells[p][m] for p, m in stored if m != "advice" and not m.startswith(FRONT)]
     edge = sum(cell["inside"] is False for cell in trained)
     of = sum(cell["inside"] is not None for cell in trained)
-    rises = [rise for cell in trained for at_largest, rise in [at_the_end(cell, PATIENCE)] if at_largest]
+    rises = [rise for cell in trained for at_largest, rise in [stats.at_the_end(cell, PATIENCE)] if at_largest]
     versions = [
         f"{package} {' and '.join(sorted({cell['machine'][package] for cell in trained}))}"
         for package in ("torch", "functional_jd")

@@ -1,28 +1,13 @@
 """Statistics of the study, on results made by hand and beside published figures."""
 
 import pytest
+import study_statistics as statistics
 import torch
-from study_statistics import (
-    at_the_end,
-    critical_difference,
-    difference,
-    holm,
-    joined,
-    scores,
-    signed_ranks,
-    spent,
-)
+from study_statistics import difference, holm, joined, scores
 
 
 def cell(validation, test, **more):
-    return {
-        "validation": validation,
-        "test": test,
-        "configurations": [{}] * len(test),
-        "passes": 2,
-        "time": 3.0,
-        **more,
-    }
+    return {"validation": validation, "test": test, "configurations": [{}] * len(test), "passes": 2, "time": 3.0} | more
 
 
 def test_validation_chooses_in_every_draw_and_test_is_shown():
@@ -32,7 +17,7 @@ def test_validation_chooses_in_every_draw_and_test_is_shown():
     assert scores(made).tolist() == [3, 12]
     assert scores(made, share=0).tolist() == [7, 10]
     assert scores(made, trials=1).tolist() == [3, 6]
-    assert spent(made) == (4, 6.0)
+    assert statistics.spent(made) == (4, 6.0)
 
 
 def test_intervals_of_splits_of_the_same_rows_are_wider():
@@ -55,16 +40,16 @@ def test_the_end_is_that_of_the_run_with_the_best_rate():
     """A run with another rate may have gone on; a fall does not undo a rise."""
     rose, fell = [[0.1], [0.2], [0.3], [0.4], [0.6], [0.5]], [[0.3], [0.2], [0.1]]
     made = cell([], [], curve=[rose, fell], stopped=[True, False])
-    went_on, rise = at_the_end(made, 1 / 3)
+    went_on, rise = statistics.at_the_end(made, 1 / 3)
     assert not went_on
     assert rise == pytest.approx(0.6 - 0.4)
-    assert at_the_end(made | {"stopped": [False, True]}, 1 / 3)[0]
+    assert statistics.at_the_end(made | {"stopped": [False, True]}, 1 / 3)[0]
 
 
 def test_the_critical_difference_is_that_of_demsar():
     """His example of four methods on fourteen sets, and two of his table of q."""
-    assert critical_difference(4, 14) == pytest.approx(2.569 * (4 * 5 / (6 * 14)) ** 0.5, rel=1e-3)
-    assert critical_difference(10, 15) == pytest.approx(3.164 * (10 * 11 / (6 * 15)) ** 0.5, rel=1e-3)
+    assert statistics.critical_difference(4, 14) == pytest.approx(2.569 * (4 * 5 / (6 * 14)) ** 0.5, rel=1e-3)
+    assert statistics.critical_difference(10, 15) == pytest.approx(3.164 * (10 * 11 / (6 * 15)) ** 0.5, rel=1e-3)
 
 
 def test_signed_ranks_are_corrected_for_their_number():
@@ -72,7 +57,7 @@ def test_signed_ranks_are_corrected_for_their_number():
     base = torch.linspace(0.1, 0.6, 6, dtype=torch.float64)
     better = base + torch.linspace(0.01, 0.06, 6, dtype=torch.float64)
     table = torch.stack([base, better, base], dim=1)
-    assert signed_ranks(table, 0) == pytest.approx([1.0, 2 * 2 / 64, 1.0])
+    assert statistics.signed_ranks(table, 0) == pytest.approx([1.0, 2 * 2 / 64, 1.0])
 
 
 def test_holm_multiplies_by_the_tests_that_are_left():
