@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for index, case in enumerate(chosen):
             print(f"{index + 1}/{len(chosen)} {case.table}: {case.name} {case.size}", file=sys.stderr, flush=True)
-            row = run(case, 0.05 if options.toy else 0.5 if options.quick else 2.5)
+            row = run(case, 0.05 if options.toy else 2.5)
             title = "" if rows and rows[-1].table == row.table else f"\n{TITLES[row.table]}\n"
             print(title + line(row), flush=True)
             rows.append(row)
@@ -48,7 +48,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="these tables, models, sizes (T=2), precisions; default: all but `compiled`",
     )
-    parser.add_argument("--quick", action="store_true", help="two minutes instead of fifteen: fewer cases and rounds")
     parser.add_argument("--toy", action="store_true", help="models of a few neurons: seconds, to try the bench itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, with versions and machine")
     options = parser.parse_args(arguments)
@@ -58,7 +57,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace) -> list[Race]:
-    cases = [case for table in TITLES for case in races_of(table, options.toy) if case.quick or not options.quick]
+    cases = [case for table in TITLES for case in races_of(table, options.toy)]
     names = set(options.only or ())
     known = [dict.fromkeys(column) for column in zip(*map(_called, cases), strict=True)]
     if unknown := names.difference(*known):

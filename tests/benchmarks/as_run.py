@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 from burgers import burgers
@@ -26,12 +27,6 @@ _MEAN, _MEAN_COMPILED = 1.05, {("tiny MLP", 2): 0.6, ("conv", 2): 0.9}
 # To the limit, which for linear layers is far from what inner products without rows reach.
 _LIMIT, _LIMITED = (1.15, 1.05), ("conv", "transformer")
 
-_QUICK = {
-    "as run": {("tiny MLP", "T=2", "float32"), ("tiny MLP", "T=2", "float16"), ("MLP", "T=8", "float32")}
-    | {(name, size, "float32") for name, size in (("conv", "T=2"), ("transformer", "T=2"), ("MLP, each", "m=64"))},
-    "compiled": {("tiny MLP", "T=2", "float32")},
-}
-
 # Directions may be so far apart, relatively. The peer adds a ridge of 1e-4 to the Gramian, and multiplies that of
 # examples in half precision. A wrong direction is apart by a half and more.
 _APART = {"float32": 0.05, "bfloat16": 0.3, "float16": 0.3}
@@ -39,8 +34,16 @@ _APART = {"float32": 0.05, "bfloat16": 0.3, "float16": 0.3}
 
 def races_of(table: str, toy: bool = False) -> list[Race]:
     """Every case in every precision, "as run" or "compiled": our step in one graph; the peer does not compile."""
-    sides, form = (_compiled, 1) if table == "compiled" else (_eager, 0)
-    return [_race(table, *case, precision, sides) for precision in PRECISIONS for case in cases(toy, form)]
+    races = []
+    for precision, (name, size, make, goals) in product(PRECISIONS, cases(toy, int(table == "compiled"))):
+        # In half precision a form of the losses costs the same as in float32, and `mean` is a matter of float32.
+        judged = tuple(goal for goal in goals if precision == "float32" or goal.ours == "ours")
+        written = ("operators",) if table == "as run" and precision == "float32" else ()
+        forms = tuple(dict.fromkeys(["ours", *(goal.ours for goal in judged), *written]))
+        called = size if precision == "float32" else f"{size} {precision}"
+        build = partial(_sides, table, make, precision, forms)
+        races.append(Race(table, name, called, build, judged, _APART[precision], ("JD", "ours")))
+    return races
 
 
 Case = tuple[str, str, Make, tuple[Goal, ...]]
@@ -66,44 +69,14 @@ def cases(toy: bool, form: int) -> list[Case]:
     return [*found, ("Burgers", "m=3", partial(burgers, points, width), ())]
 
 
-def _race(
-    table: str,
-    name: str,
-    size: str,
-    make: Make,
-    goals: tuple[Goal, ...],
-    precision: str,
-    sides: Callable[[Make, str, tuple[str, ...]], dict[str, Side]],
-) -> Race:
-    # In half precision a form of the losses costs the same as in float32, and `mean` is a matter of float32.
-    judged = tuple(goal for goal in goals if precision == "float32" or goal.ours == "ours")
-    written = ("operators",) if table == "as run" and precision == "float32" else ()
-    forms = tuple(dict.fromkeys(["ours", *(goal.ours for goal in judged), *written]))
-    return Race(
-        table,
-        name,
-        size if precision == "float32" else f"{size} {precision}",
-        partial(sides, make, precision, forms),
-        judged,
-        quick=(name, size, precision) in _QUICK[table],
-        tolerance=_APART[precision],
-        weighed=("JD", "ours"),
-    )
-
-
-def _eager(make: Make, precision: str, forms: tuple[str, ...]) -> dict[str, Side]:
-    return _others(make, precision) | _ours(make, precision, forms, jd.step)
-
-
-def _compiled(make: Make, precision: str, forms: tuple[str, ...]) -> dict[str, Side]:
-    torch._dynamo.reset()  # sizes of the last case would make those of this one dynamic
-    sides = {"plain compiled": plain(make, precision, partial(torch.compile, fullgraph=True))}
-    return _others(make, precision) | sides | _ours(make, precision, forms, jd.compiled(jd.step))
-
-
-def _others(make: Make, precision: str) -> dict[str, Side]:
+def _sides(table: str, make: Make, precision: str, forms: tuple[str, ...]) -> dict[str, Side]:
     sides = {"JD": peer(make, precision), "plain": plain(make, precision), "limit": limit(make, precision)}
-    return {name: side for name, side in sides.items() if side is not None}
+    step = jd.step
+    if table == "compiled":
+        torch._dynamo.reset()  # sizes of the last case would make those of this one dynamic
+        sides["plain compiled"] = plain(make, precision, partial(torch.compile, fullgraph=True))
+        step = jd.compiled(jd.step)
+    return {name: side for name, side in sides.items() if side is not None} | _ours(make, precision, forms, step)
 
 
 def _ours(make: Make, precision: str, forms: tuple[str, ...], step: Callable[..., object]) -> dict[str, Side]:

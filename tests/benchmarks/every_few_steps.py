@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from page import table
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.func import functional_call
@@ -115,13 +116,12 @@ def main() -> None:
             problem = build(seed)
             for name, every in cases:  # in turns, so that all see the same load of the machine
                 found[name, every].append(trained(problem, name, every, seed))
-        names = list(found["mean", 1][0][0])
-        print(f"\n{build.__doc__}\n\n| rule | every | {' | '.join(names)} | time / `mean` |")
-        print("| --- | ---: |" + " ---: |" * (len(names) + 1))
+        names, rows = list(found["mean", 1][0][0]), []
         for (name, every), runs in found.items():
             values = [f"{median(figures[key] for figures, _ in runs):.1f}" for key in names]
             ratio = median(own / base for (_, own), (_, base) in zip(runs, found["mean", 1], strict=True))
-            print(f"| `{name}` | {every} | {' | '.join(values)} | {ratio:.2f} |")
+            rows.append((f"`{name}`", str(every), *values, f"{ratio:.2f}"))
+        print(f"\n{build.__doc__}\n\n{table(('rule', 'every', *names, 'time / `mean`'), rows, '---:')}")
 
 
 if __name__ == "__main__":

@@ -30,15 +30,14 @@ _TIMED = 60
 def lines(options: Any) -> Iterator[str]:
     """The rows as they come on stderr, and both tables in the end; one side alone with `one`."""
     if options.one:
-        yield json.dumps(measured(*options.one, options.toy, options.backend))
+        yield json.dumps(measured(*options.one, options.toy))
         return
     rows: list[tuple[str, ...]] = []
     from as_run import cases
 
     for name, size, *_ in cases(options.toy, 1):
-        if name in (options.models or [name]) and size in (options.sizes or [size]):
-            rows.append(cells(name, size, *(_twice(name, size, side, options) for side in ("ours", "plain"))))
-            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+        rows.append(cells(name, size, *(_twice(name, size, side, options) for side in ("ours", "plain"))))
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     yield tables(rows)
 
 
@@ -98,7 +97,7 @@ def _twice(name: str, size: str, side: str, options: Any) -> tuple[Found, Found]
     with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = os.environ | threads | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        call = [sys.executable, __file__, "--one", name, size, side, "--backend", options.backend]
+        call = [sys.executable, __file__, "--one", name, size, side]
         call += ["--toy"] if options.toy else []
         runs = [subprocess.run(call, env=environment, check=True, stdout=subprocess.PIPE) for _ in range(2)]
     cold, warm = (json.loads(run.stdout.splitlines()[-1]) for run in runs)
@@ -130,9 +129,6 @@ if __name__ == "__main__":
         __file__,
         __doc__,
         {"first calls": lines},
-        models={"nargs": "+", "help": "such as MLP or conv; default: all"},
-        sizes={"nargs": "+", "help": "such as T=2; default: all"},
         toy={"action": "store_true", "help": "models of a few neurons"},
-        backend={"default": "inductor"},
         one={"nargs": 3, "metavar": ("MODEL", "SIZE", "SIDE"), "help": "measure this alone, here"},
     )

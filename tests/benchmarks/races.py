@@ -48,7 +48,6 @@ class Race(NamedTuple):
     size: str
     build: Callable[[], dict[str, Side]]
     goals: tuple[Goal, ...] = ()
-    quick: bool = False  # whether `--quick` keeps it
     tolerance: float = _TOLERANCE
     weighed: tuple[str, ...] | None = None  # whose memory is measured; `None`: everybody's
 

@@ -22,11 +22,11 @@ from races import Goal, Race, Side, run
 
 
 @pytest.mark.slow
-def test_quick_mode_runs_from_end_to_end(tmp_path):
+def test_it_runs_from_end_to_end(tmp_path):
     pytest.importorskip("torchjd")
     file = tmp_path / "bench.json"
-    command = [sys.executable, Path(__file__).parent, "--toy", "--quick", "--json", file]
-    command += ["--only", "as run", "tiny MLP"]
+    command = [sys.executable, Path(__file__).parent, "--toy", "--json", file]
+    command += ["--only", "as run", "tiny MLP", "float32", "float16"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
