@@ -20,6 +20,24 @@ def random_rows(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def rows_of_kind(kind, m, seed=0):
+    """Rows `[m, n]`; of `ill`, singular values from 1 to 1e-7."""
+    draw = torch.Generator().manual_seed(100 * seed + m)
+    J = torch.randn(m, max(1, m // 2) if kind == "dependent" else m + 10, generator=draw, dtype=torch.float64)
+    if kind == "conflicting":
+        J = J - 1.2 * J.mean(0)
+    elif kind == "opposite":
+        J[-1] = -J[0]
+    elif kind == "zeros":
+        J[::2] = 0
+    elif kind == "integers":
+        J = torch.randint(-2, 3, (m, max(1, m - 1)), generator=draw).double()
+    elif kind == "ill":
+        left, _, right = torch.linalg.svd(J, full_matrices=False)
+        J = left * 10.0 ** -torch.linspace(0, 7, m, dtype=torch.float64) @ right
+    return J
+
+
 def sequences(least=1):
     """Four Jacobians of small integers, and losses from the least on."""
     shapes = st.tuples(st.just(4), st.integers(1, 4), st.integers(1, 4))

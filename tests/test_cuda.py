@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bounds import check_same, check_stable, check_within, eps, product_bound
+from sequences import rows_of_kind
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -179,16 +180,7 @@ def test_rules_find_on_a_gpu_what_they_find_on_a_cpu(m, condition, solver):
 @pytest.mark.parametrize("m", [2, 3, 5, 8, 16, 32, 64])
 def test_the_search_in_one_launch_meets_its_conditions_in_a_graph_too(m, kind):
     pytest.importorskip("triton")
-    draw = torch.Generator().manual_seed(m)
-    J = torch.randn(3, m, m // 2 if kind == "dependent" else m + 10, generator=draw, dtype=torch.float64)
-    if kind == "conflicting":
-        J = J - 1.2 * J.mean(1, keepdim=True)
-    elif kind == "opposite":
-        J[:, -1] = -J[:, 0]
-    elif kind == "zeros":
-        J[:, ::2] = 0
-    elif kind == "ill":
-        J[0] = rows_of_condition(m, 1e7)
+    J = torch.stack([rows_of_kind(kind, m, seed) for seed in range(3)])
     C, _ = cosines(J @ J.mT)
     free = ~torch.eye(m, dtype=torch.bool).expand_as(C)
     expected = linear_complementarity(C, C, free)

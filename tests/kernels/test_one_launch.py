@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from bounds import check_same, check_within, cone_bound, eps
+from sequences import rows_of_kind
 
 import functional_jd as fj
 from functional_jd.core.safe import cosines
@@ -22,24 +23,6 @@ from functional_jd.solvers.one_launch import solve_in_one_launch
 SLACK = 2 * 1e-13
 
 
-def rows(kind, m, seed=0):
-    """Rows `[m, n]`; of `ill`, singular values from 1 to 1e-7."""
-    draw = torch.Generator().manual_seed(100 * seed + m)
-    J = torch.randn(m, max(1, m // 2) if kind == "dependent" else m + 10, generator=draw, dtype=torch.float64)
-    if kind == "conflicting":
-        J = J - 1.2 * J.mean(0)
-    elif kind == "opposite":
-        J[-1] = -J[0]
-    elif kind == "zeros":
-        J[::2] = 0
-    elif kind == "integers":
-        J = torch.randint(-2, 3, (m, max(1, m - 1)), generator=draw).double()
-    elif kind == "ill":
-        left, _, right = torch.linalg.svd(J, full_matrices=False)
-        J = left * 10.0 ** -torch.linspace(0, 7, m, dtype=torch.float64) @ right
-    return J
-
-
 def problem(J, k):
     """Cosines, k right-hand sides, and what is free, as of `row_multipliers`; unit rows."""
     C, norms = cosines(J @ J.mT)
@@ -49,7 +32,7 @@ def problem(J, k):
 @pytest.mark.parametrize("kind", ["random", "conflicting", "dependent", "opposite", "zeros", "integers", "ill"])
 @pytest.mark.parametrize("m", [2, 3, 5, 8, 13, 32, 64])
 def test_one_launch_finds_what_the_host_finds(kind, m):
-    J = rows(kind, m)
+    J = rows_of_kind(kind, m)
     C, q, free, N = problem(J, min(m, 3))
     (s,), (inverse,) = solve_in_one_launch(C[None], q[None], free[None], inverses=True)
     expected = linear_complementarity(C, q, free)
@@ -71,7 +54,7 @@ def test_one_launch_finds_what_the_host_finds(kind, m):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, which computes by NumPy
 def test_several_matrices_with_an_entry_that_is_not_finite():
-    several = [problem(rows("conflicting", 5, seed), 5) for seed in range(3)]
+    several = [problem(rows_of_kind("conflicting", 5, seed), 5) for seed in range(3)]
     C, q, free = (torch.stack(x) for x in list(zip(*several, strict=True))[:3])
     expected = linear_complementarity(C, q, free)
     for poison in (torch.nan, torch.inf, -torch.inf):
@@ -118,7 +101,7 @@ def no_rounds(monkeypatch):
 
 
 def test_derivatives_are_those_of_the_host(no_rounds):
-    J, q = rows("conflicting", 4), rows("random", 4, seed=1)[:2, :4]
+    J, q = rows_of_kind("conflicting", 4), rows_of_kind("random", 4, seed=1)[:2, :4]
     assert length("host")(J, q) > 0
     condition = torch.linalg.cond(cosines(J @ J.mT)[0])  # each derivative solves once more
     for order, derivative in ((1, torch.func.grad), (2, torch.func.hessian)):
@@ -132,7 +115,7 @@ def test_derivatives_are_those_of_the_host(no_rounds):
 @pytest.mark.parametrize("rule", [fj.upgrad, fj.dualproj, fj.mgda, partial(fj.mgda, cap=0.4), fj.pcd, fj.cagrad])
 @pytest.mark.parametrize("m", [3, 6])
 def test_rules_are_served(rule, m, no_rounds):
-    J = rows("conflicting", m)
+    J = rows_of_kind("conflicting", m)
     more = (0.5,) if rule is fj.cagrad else ()
     found, expected = (fj.aggregate(rule(*more, solver=solver), J).direction for solver in ("device", "host"))
     check_within(found, expected, 4 * cone_bound(J) * J.norm(dim=1).sum())
