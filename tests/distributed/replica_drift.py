@@ -6,21 +6,9 @@ from functools import partial
 import pytest
 import torch
 from bounds import check_within, eps
-from replica_problems import (
-    EXAMPLES,
-    PER_EXAMPLE,
-    begin,
-    close,
-    mine,
-    plain,
-    problem,
-    rank,
-    replicas,
-    same,
-    same_everywhere,
-    step,
-    trained,
-)
+from replica_problems import EACH, all_same, begin, begun, close, mine, plain, problem, same, step, trained
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as replicas
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import functional_jd as fj
@@ -29,9 +17,8 @@ from functional_jd.torch_compat.graphs import written
 
 
 def check_a_drifted_replica_is_named_on_all():
-    params, batch = problem()
-    how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.adamw(1e-2)}
-    state, _ = step(begin(params, *mine(batch), **how), *mine(batch), **how)
+    _, batch, how, state = begun(optimizer=fj.adamw(1e-2))
+    state, _ = step(state, *batch, **how)
     distributed.check_replicas(state)
     distributed.check_replicas({"none": torch.zeros(0), "nan": torch.tensor(torch.nan), "flag": torch.tensor(True)})
     last = replicas() - 1
@@ -39,9 +26,7 @@ def check_a_drifted_replica_is_named_on_all():
         heads = state.params["heads"]
         heads = heads | {"two": torch.where(torch.tensor(rank() == last), other, torch.full((3, 1), value).double())}
         drifted = state._replace(params=state.params | {"heads": heads})
-        with pytest.raises(
-            RuntimeError, match=rf"^check_replicas: .* in params.heads.two \(ranks {last}\)\. Go on from"
-        ):
+        with pytest.raises(RuntimeError, match=rf"^check_replicas: .* in params.heads.two \(ranks {last}\)\. Go on fr"):
             distributed.check_replicas(drifted)
     with pytest.raises(ValueError, match="check_replicas: expected a tree with the same names"):
         distributed.check_replicas(torch.ones(1 + rank()))
@@ -53,14 +38,11 @@ def check_what_the_first_replica_gives_has_tangents_and_no_gradients():
     params, batch = problem()
     how = {"losses": plain, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
 
-    def after(rate):
-        state = begin(tree_map(lambda p: p * rate, params), *mine(batch), **how)
-        return sum((leaf**2).sum() for leaf in tree_leaves(step(state, *mine(batch), **how)[0].params))
+    def ended(begin, step, batch, rate):
+        state = begin(tree_map(lambda p: p * rate, params), *batch, **how)
+        return sum((leaf**2).sum() for leaf in tree_leaves(step(state, *batch, **how)[0].params))
 
-    def expected(rate):
-        state = fj.train_state(tree_map(lambda p: p * rate, params), *batch, **how)
-        return sum((leaf**2).sum() for leaf in tree_leaves(fj.step(state, *batch, **how)[0].params))
-
+    after, expected = partial(ended, begin, step, mine(batch)), partial(ended, fj.train_state, fj.step, batch)
     one = torch.ones((), dtype=torch.float64)
     close(*(torch.func.jvp(f, (one,), (one,))[1] for f in (after, expected)))
     for call in (after, lambda rate: distributed.replicate(rate)):
@@ -69,41 +51,33 @@ def check_what_the_first_replica_gives_has_tangents_and_no_gradients():
 
 
 def check_more_rows_on_one_replica_are_refused_on_all():
-    params, batch = problem()
-    part = mine(batch)
-    unequal = tree_map(lambda leaf: leaf[rank() == 0 :], part)  # the first has one example less
     for rule in (fj.upgrad(), fj.mean()):
-        how = {"losses": PER_EXAMPLE, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
-        state = begin(params, *part, **how)
+        _, batch, how, state = begun(EACH, rule)
+        unequal = tree_map(lambda leaf: leaf[rank() == 0 :], batch)  # the first has one example less
         with pytest.raises(ValueError, match=r"step: expected losses with the same .* on this rank: value float64"):
             step(state, *unequal, **how)
 
 
 def check_losses_of_other_names_in_a_later_step_are_refused_on_all():
     """Tasks that each batch has or has not: as many on all replicas, and others."""
-    params, batch = problem()
     held = ["cost"]
     losses = lambda p, *batch: dict(zip(("all", held[0]), plain(p, *batch).values(), strict=True))
     for rule in (fj.upgrad(), fj.mean()):
         held[0] = "cost"
-        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
-        how["engine"] = distributed.replicated()
-        state = fj.train_state(params, *mine(batch), **how)
+        params, batch, how, state = begun(losses, rule)
         held[0] = "time"
-        assert fj.step(state, *mine(batch), **how)[1].moved, "others than at the start, but the same everywhere"
+        assert step(state, *batch, **how)[1].moved, "others than at the start, but the same everywhere"
         held[0] = "time" if rank() else "cost"
-        with pytest.raises(
-            ValueError, match=r"step: expected losses with the same names, .* on this rank: all .*(time|cost)"
-        ):
-            fj.step(state, *mine(batch), **how)
+        words = r"step: expected losses with the same names, .* on this rank: all .*(time|cost)"
+        with pytest.raises(ValueError, match=words):
+            step(state, *batch, **how)
         found = fj.weights_fn(losses, rule, group=torch.distributed.group.WORLD)
         with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
-            found(params, *mine(batch), state=state.aggregator)
+            found(params, *batch, state=state.aggregator)
 
 
 def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all():
     """What is sent for them has one size: messages of others would end the processes."""
-    params, batch = problem()
     held = [2, torch.float64]
 
     def losses(p, *batch):
@@ -112,51 +86,35 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all():
 
     for rule in (fj.upgrad(), fj.mean()):
         held[:] = 2, torch.float64
-        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
-        how["engine"] = distributed.replicated()
-        state = fj.train_state(params, *mine(batch), **how)
+        _, batch, how, state = begun(losses, rule)
         for one, other in ((3, 2), (1, 2), (2, 1200), (1001, 1200), (torch.float32, torch.float64)):
             held[isinstance(one, torch.dtype)] = one if rank() else other
             with pytest.raises(ValueError, match="step: expected losses with the same names, shapes and dtypes on all"):
-                fj.step(state, *mine(batch), **how)
+                step(state, *batch, **how)
         held[:] = 3, torch.float64
-        assert fj.step(state, *mine(batch), **how)[1].moved
+        assert step(state, *batch, **how)[1].moved
 
 
 def check_another_rule_in_a_later_step_is_refused_on_all():
-    params, batch = problem()
     rules = (fj.upgrad(), fj.mean()), (fj.cagrad(0.4), fj.cagrad(0.5)), (fj.mean(), fj.total())
-    for (one, other), losses in itertools.product(rules, (plain, PER_EXAMPLE)):
-        how = {"losses": losses, "optimizer": fj.sgd(1e-2)}
-        state = begin(params, *mine(batch), aggregator=one, **how)
+    for (one, other), losses in itertools.product(rules, (plain, EACH)):
+        _, batch, how, state = begun(losses, one)
         with pytest.raises(ValueError, match=r"^step: expected the same rule on all ranks, found different ones"):
-            step(state, *mine(batch), aggregator=other if rank() else one, **how)
-        assert step(state, *mine(batch), aggregator=one, **how)[1].moved
+            step(state, *batch, **how | {"aggregator": other if rank() else one})
+        assert step(state, *batch, **how)[1].moved
 
 
 def check_the_digest_of_names_leaves_no_trace_in_a_graph():
-    params, batch = problem()
-    for rule in (fj.mean(), fj.upgrad()):
-        how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2), "engine": distributed.replicated()}
-        state = fj.train_state(params, *mine(batch), **how)
-        inputs, structure = tree_flatten((state, *mine(batch)))
-        take = lambda *leaves: tree_leaves(fj.step(*tree_unflatten(leaves, structure), **how))  # noqa: B023
+    for losses, rule in ((plain, fj.mean()), (plain, fj.upgrad()), (EACH, fj.clipped(1.0))):
+        _, batch, how, state = begun(losses, rule)
+        inputs, structure = tree_flatten((state, *batch))
+        take = lambda *leaves: tree_leaves(step(*tree_unflatten(leaves, structure), **how))  # noqa: B023
         close(written(take, inputs)(*inputs), take(*inputs))
-
-
-def check_a_step_of_examples_in_a_graph_is_that_of_an_eager_one():
-    params, batch = problem()
-    how = {"losses": PER_EXAMPLE, "aggregator": fj.clipped(1.0), "optimizer": fj.sgd(1e-2)}
-    how["engine"] = distributed.replicated()
-    state = fj.train_state(params, *mine(batch), **how)
-    inputs, structure = tree_flatten((state, *mine(batch)))
-    take = lambda *leaves: tree_leaves(fj.step(*tree_unflatten(leaves, structure), **how))
-    close(written(take, inputs)(*inputs), take(*inputs))
 
 
 def check_unequal_batches_count_by_their_examples():
     params, batch = problem()
-    parts = [3] * (replicas() - 1) + [EXAMPLES - 3 * (replicas() - 1)]
+    parts = [3] * (replicas() - 1) + [len(batch[0]) - 3 * (replicas() - 1)]
     unequal = tree_map(lambda leaf: leaf.split(parts)[rank()], batch)
     weighted = lambda count: lambda p, *batch: distributed.weighted_by_examples(plain(p, *batch), count(batch[0]))
     for rule, count in ((fj.upgrad(), len), (fj.mean(), lambda x: torch.ones_like(x[:, 0]).sum())):
@@ -164,9 +122,9 @@ def check_unequal_batches_count_by_their_examples():
         expected, expected_infos = trained(fj.train_state, fj.step, how, None, params, batch)
         how["losses"] = weighted(count)
         state, infos = trained(begin, step, how, None, params, unequal)
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         # Sums over the batch in another order: a weighted mean of means.
-        roundings = EXAMPLES * 8
+        roundings = len(batch[0]) * 8
         close(state.params, expected.params, roundings)
         close([info.losses for info in infos], [info.losses for info in expected_infos], roundings)
 
@@ -212,7 +170,7 @@ def dropped(p, buffers, x, y, z):
 
 def check_keyed_losses_draw_what_one_process_would_and_each_replica_its_own():
     params, batch = problem()
-    buffers, n = {"key": fj.random.key(7)}, EXAMPLES // replicas()
+    buffers, n = {"key": fj.random.key(7)}, len(batch[0]) // replicas()
 
     def one(p, buffers, x, y, z):
         losses, _, mask = dropped(p, buffers, x[None], y[None], z[None])
@@ -226,7 +184,7 @@ def check_keyed_losses_draw_what_one_process_would_and_each_replica_its_own():
             state, info = step(state, *mine(batch), **how)
             expected, wanted = fj.step(expected, *batch, **how)
             assert torch.equal(info.aux, wanted.aux[rank() * n : rank() * n + n])
-            assert same_everywhere(state)
+            assert all_same(state)
             close(state, expected)
     how |= {"losses": dropped}
     state, key = begin(params, *mine(batch), buffers=buffers, **how), buffers["key"]
@@ -234,7 +192,7 @@ def check_keyed_losses_draw_what_one_process_would_and_each_replica_its_own():
         state, info = step(state, *mine(batch), **how)
         own = fj.random.fold_in(key, rank()) if rank() else key
         assert torch.equal(info.aux, dropped(params, {"key": own}, *mine(batch))[2])
-        assert same_everywhere(state)
-        assert not same_everywhere(info.aux)
+        assert all_same(state)
+        assert not all_same(info.aux)
         key = fj.random.split(key)[1]
         assert torch.equal(state.buffers["key"], key)

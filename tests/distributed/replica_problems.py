@@ -30,7 +30,7 @@ def same(a, b):
     return all(torch.equal(u, v) for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True))
 
 
-def same_everywhere(tree):
+def all_same(tree):
     """Whether all replicas hold the same bits, as torch's own gather of objects says."""
     held = [None] * replicas()
     dist.all_gather_object(held, tree_leaves(tree))
@@ -71,7 +71,7 @@ def one_example(p, x, y, z):
     return sum(plain(p, x[None], y[None], z[None]).values())
 
 
-MULTITASK, PER_EXAMPLE = fj.multitask(features, top), fj.per_example(one_example)
+TASKS, EACH = fj.multitask(features, top), fj.per_example(one_example)
 
 
 def begin(*args, group=None, **how):
@@ -89,3 +89,10 @@ def trained(first, next_, method, scale, params, batch, n=3):
         state, info = next_(state, *batch, **method)
         infos.append(info)
     return state, infos
+
+
+def begun(losses=plain, rule=None, optimizer=None, dtype=torch.float64, **start):
+    """Parameters, this replica's part of the batch, a method, and the state that it starts with."""
+    params, batch = problem(dtype)
+    how = {"losses": losses, "aggregator": rule or fj.upgrad(), "optimizer": optimizer or fj.sgd(1e-2)}
+    return params, mine(batch), how, begin(params, *mine(batch), **start, **how)

@@ -7,22 +7,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from replica_problems import (
-    MULTITASK,
-    PER_EXAMPLE,
-    begin,
-    close,
-    mine,
-    plain,
-    problem,
-    rank,
-    replicas,
-    same,
-    same_everywhere,
-    step,
-    trained,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
+from modes import Called
+from replica_problems import EACH, TASKS, all_same, begin, begun, close, mine, plain, problem, same, step, trained
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as replicas
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
@@ -32,36 +20,26 @@ from functional_jd.aggregators.stch import stch
 
 
 def check_a_modules_parameters_leave_their_graph_behind():
-    linear = torch.nn.Linear(5, 2)
+    linear, x = torch.nn.Linear(5, 2), torch.randn(4, 5)
     losses = lambda p, x: torch.func.functional_call(linear, p, (x,)).square().mean(0)
     method = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw(0.1)}
-    batch = (torch.randn(4, 5),)
-    state = begin(dict(linear.named_parameters()), *batch, **method)
-    after, info = step(state, *batch, **method)
+    state = begin(dict(linear.named_parameters()), x, **method)
+    after, info = step(state, x, **method)
     assert not any(leaf.requires_grad for leaf in tree_leaves((tuple(state), tuple(after), tuple(info))))
 
 
 def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
     params, batch = problem()
-    cases = [
-        (plain, fj.upgrad(), ()),
-        (plain, fj.nash_mtl(), (2,)),
-        (plain, fj.graddrop(fj.random.key(3)), (2,)),
-        (plain, fj.mean(), ()),
-        (plain, stch(), (2,)),
-        (plain, famo(), ()),
-        (plain, fj.random_weights(fj.random.key(5)), ()),
-        (MULTITASK, fj.upgrad(), (2,)),
-        (MULTITASK, fj.upgrad(), ()),
-        (MULTITASK, fj.constant([0.25, 4.0]), ()),
-        (PER_EXAMPLE, fj.upgrad(), ()),
-        (PER_EXAMPLE, stch(), ()),
-    ]
+    drawing = fj.graddrop(fj.random.key(3)), fj.random_weights(fj.random.key(5))
+    cases = [(plain, rule, ()) for rule in (fj.upgrad(), fj.mean(), famo(), drawing[1])]
+    cases += [(plain, rule, (2,)) for rule in (stch(), fj.nash_mtl(), drawing[0])]
+    cases += [(TASKS, fj.upgrad(), (2,)), (TASKS, fj.upgrad(), ()), (TASKS, fj.constant([0.25, 4.0]), ())]
+    cases += [(EACH, fj.upgrad(), ()), (EACH, stch(), ())]
     for losses, rule, shape in cases if replicas() == 2 else cases[:9:4]:
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.adamw(1e-2)}
         scale = fj.scale_state(2.0**10, shape=shape)
         state, infos = trained(begin, step, how, scale, params, mine(batch))
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         assert all(info.finite.all() for info in infos)
         expected, expected_infos = trained(fj.train_state, fj.step, how, scale, params, batch)
         assert not same(state.params, params)
@@ -71,41 +49,36 @@ def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
 
 def check_in_float16_the_replicas_stay_equal_too():
     params, batch = problem(torch.float32)
-    for losses in (plain, MULTITASK):
-        how = {"losses": fj.autocast(losses) if losses is plain else losses, "aggregator": fj.upgrad()}
-        how |= {"optimizer": fj.sgd(1e-2, momentum=0.9)}
+    for losses in (plain, TASKS):
+        low, optimizer = fj.autocast(losses) if losses is plain else losses, fj.sgd(1e-2, momentum=0.9)
+        how = {"losses": low, "aggregator": fj.upgrad(), "optimizer": optimizer}
         state, infos = trained(begin, step, how, fj.scale_state(), params, mine(batch))
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         assert not same(state.params, params)
 
 
 def check_one_replicas_overflow_skips_the_step_on_all():
-    params, batch = problem(torch.float32)
-    x, y, z = mine(batch)
-    if rank() == replicas() - 1:
-        y = y + 1e6  # times the scale more than float32 holds: the first objective, on the last replica only
     for rule in (fj.upgrad(), fj.total()):
-        how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2, momentum=0.9)}
         for shape in ((), (2,)):
-            state = begin(params, *mine(batch), scale=fj.scale_state(2.0**120, shape=shape), **how)
-            after, info = step(state, x, y, z, **how)
-            assert same_everywhere((after, info.finite))
+            given = {"scale": fj.scale_state(2.0**120, shape=shape), "dtype": torch.float32}
+            params, (x, y, z), how, state = begun(plain, rule, fj.sgd(1e-2, momentum=0.9), **given)
+            # Times the scale more than float32 holds: the first objective, on the last replica only.
+            after, info = step(state, x, y + 1e6 if rank() == replicas() - 1 else y, z, **how)
+            assert all_same((after, info.finite))
             assert same(after[:3], state[:3]), "nothing but the scale changes"
             own = [False, rule.view.products != "none"]  # in one backward pass, an overflow is everybody's
             finite = torch.tensor(own if shape else False)
             assert torch.equal(info.finite, finite)
             assert torch.equal(after.scale.scale, torch.where(finite, 2.0**120, 2.0**119))
-            again, info = step(after, *mine(batch), **how)
+            again, info = step(after, x, y, z, **how)
             assert info.finite.all()
             assert not same(again.params, params), "the next step is taken"
 
 
 def check_a_rule_that_refuses_skips_the_step_but_not_the_scale():
-    params, batch = problem()
     refusing = fj.stateless(fj.views.gramian, lambda G: G.diagonal() * torch.nan)
-    how = {"losses": plain, "aggregator": refusing, "optimizer": fj.sgd(1e-2)}
-    state = begin(params, *mine(batch), scale=fj.scale_state(4.0, growth_interval=1), **how)
-    after, info = step(state, *mine(batch), **how)
+    _, batch, how, state = begun(rule=refusing, scale=fj.scale_state(4.0, growth_interval=1))
+    after, info = step(state, *batch, **how)
     assert not info.finite.any()
     assert same(after[:3], state[:3])
     assert after.scale.scale == 8
@@ -149,7 +122,7 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
     before = tree_map(torch.clone, local)
     mean = distributed.mean_jacobian(local)
     assert same(local, before)
-    assert same_everywhere(mean)
+    assert all_same(mean)
     wanted = {k: sum(jacobian(r)[k].double() for r in range(replicas())) / replicas() for k in local}
     assert same(mean, tree_map(lambda leaf: leaf.to(dtype), wanted)), "small whole numbers: exact"
     # Losses that are linear have this Jacobian everywhere, and `total` of a Gramian rule needs every column once.
@@ -163,27 +136,17 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
     state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.precision.no_scale())
     after, _ = step(state, **how)
     close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), 32)
-    assert same_everywhere(after)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the all-reduces."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += "all_reduce" in func.__name__
-        return func(*args, **(kwargs or {}))
+    assert all_same(after)
 
 
 def check_small_leaves_travel_together():
     tree = {f"a{i}": torch.full((i,), float(rank() + i)) for i in range(4)} | {"b": torch.ones(2, 3).double()}
     large = {"a4": torch.zeros(1 << 22), "a5": torch.ones(())}
-    with Collectives() as seen:
+    with Called() as seen:
         mean = distributed.mean_jacobian(tree | large)
-    assert seen.calls == 4, "four leaves, the large one, the one after it, and the one of another dtype"
+    assert sum(n for name, n in seen.names.items() if "all_reduce" in name) == 4, (
+        "four leaves, the large one, the one after it, and the one of another dtype"
+    )
     half = (replicas() - 1) / 2
     assert same(mean, {f"a{i}": torch.full((i,), half + i) for i in range(4)} | {"b": tree["b"]} | large)
 
@@ -267,7 +230,7 @@ def check_the_first_replicas_state_counts():
     how = {"losses": plain, "aggregator": fj.random_weights(fj.random.key(rank())), "optimizer": fj.sgd(1e-2)}
     state = begin(own, *mine(batch), **how)
     assert same(state.params, params)
-    assert same_everywhere(state)
+    assert all_same(state)
     odd = {"flag": torch.tensor(rank() == 0), "count": torch.tensor([rank()]), "none": torch.zeros(0)}
     first = {"flag": torch.tensor(True), "count": torch.tensor([0]), "none": torch.zeros(0)}
     assert same(distributed.replicate(odd), first)
@@ -278,9 +241,7 @@ def check_replicas_that_differ_are_told_when_training_starts():
     how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
     last = rank() == replicas() - 1
     wide = params | {"heads": params["heads"] | {"two": torch.ones(3, 2 if last else 1, dtype=torch.float64)}}
-    with pytest.raises(
-        ValueError, match=r"train_state: expected parameters and states .* heads.two float64 \[3, [12]\]"
-    ):
+    with pytest.raises(ValueError, match=r"train_state: expected parameters and .* heads.two float64 \[3, [12]\]"):
         begin(wide, *mine(batch), **how)
     scale = fj.scale_state(shape=(2,) if last else ())
     with pytest.raises(ValueError, match="train_state: expected parameters and states with the same names"):
@@ -289,9 +250,8 @@ def check_replicas_that_differ_are_told_when_training_starts():
     for rule in (fj.upgrad(), stch()):
         with pytest.raises(ValueError, match=r"train_state: expected losses .*value float64 \[[12]\]"):
             begin(params, *mine(batch), **how | {"losses": more, "aggregator": rule})
-    for one, other in ((fj.upgrad(), fj.mean()), (fj.cagrad(0.4), fj.cagrad(0.5)), (fj.constant([1.0, 2.0]),) * 2):
-        if one is other:  # weights of one dtype and shape, which nothing but their values tells
-            other = fj.constant([2.0, 1.0])
+    weights = fj.constant([1.0, 2.0]), fj.constant([2.0, 1.0])  # which nothing but their values tells apart
+    for one, other in ((fj.upgrad(), fj.mean()), (fj.cagrad(0.4), fj.cagrad(0.5)), weights):
         with pytest.raises(ValueError, match="train_state: expected the same rule on all ranks, found different ones"):
             begin(params, *mine(batch), **how | {"aggregator": other if last else one})
     for one, other in (
@@ -302,9 +262,7 @@ def check_replicas_that_differ_are_told_when_training_starts():
         with pytest.raises(ValueError, match="train_state: expected the same optimizer on all ranks, found different"):
             begin(params, *mine(batch), **how | {"optimizer": other if last else one})
     named = lambda p, *batch: dict(zip(("b", "a") if last else ("b", "c"), plain(p, *batch).values(), strict=True))
-    with pytest.raises(
-        ValueError, match=r"expected losses with the same names.*on this rank: [ab] float64 \[\], [bc] "
-    ):
+    with pytest.raises(ValueError, match=r"expected losses with the same names.*this rank: [ab] float64 \[\], [bc] "):
         begin(params, *mine(batch), **how | {"losses": named})
 
 
@@ -319,10 +277,8 @@ def check_only_the_members_of_a_group_count():
 
 
 def check_nothing_runs_in_half_under_autocast_outside():
-    params, batch = problem(torch.float32)
-    how = {"losses": fj.autocast(plain, torch.bfloat16), "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
-    state = begin(params, *mine(batch), **how)
-    within = step(state, *mine(batch), **how)
+    _, batch, how, state = begun(fj.autocast(plain, torch.bfloat16), dtype=torch.float32)
+    within = step(state, *batch, **how)
     with torch.autocast("cpu", torch.bfloat16):
-        around = step(state, *mine(batch), **how)
+        around = step(state, *batch, **how)
     assert same(within, around)

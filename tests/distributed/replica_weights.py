@@ -1,11 +1,12 @@
 """The weights alone on several ranks, and one training step of a data parallel trainer that takes them."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from replica_problems import MULTITASK, PER_EXAMPLE, close, mine, plain, problem, rank, replicas, same_everywhere
+from replica_problems import EACH, TASKS, all_same, close, mine, plain, problem, rank, replicas
 from torch.nn.parallel import DistributedDataParallel
 
 import functional_jd as fj
@@ -15,18 +16,17 @@ from functional_jd.core.tree import tree_map
 
 def check_weights_are_those_of_the_whole_batch():
     params, batch = problem()
-    for losses in (plain, MULTITASK, PER_EXAMPLE):
-        for rule in (fj.upgrad(), fj.nash_mtl(), fj.mean(), stch(), fj.config(), fj.random_weights(fj.random.key(1))):
-            expected, state = fj.weights_fn(losses, rule, group=False), None
-            found, own = fj.weights_fn(losses, rule, group=dist.group.WORLD), None
-            for _ in range(2):
-                wanted = expected(params, *batch, state=state)
-                result = found(params, *mine(batch), state=own)
-                assert same_everywhere(result)
-                close(result, wanted)
-                state, own = wanted.state, result.state
+    rules = fj.upgrad(), fj.nash_mtl(), fj.mean(), stch(), fj.config(), fj.random_weights(fj.random.key(1))
+    for losses, rule in product((plain, TASKS, EACH), rules):
+        expected, state = fj.weights_fn(losses, rule, group=False), None
+        found, own = fj.weights_fn(losses, rule, group=dist.group.WORLD), None
+        for _ in range(2):
+            wanted, result = expected(params, *batch, state=state), found(params, *mine(batch), state=own)
+            assert all_same(result)
+            close(result, wanted)
+            state, own = wanted.state, result.state
     alone = fj.weights_fn(plain, fj.nash_mtl(), group=False)(params, *mine(batch))
-    assert not same_everywhere(alone.weights), "each rank's own part asks for other weights"
+    assert not all_same(alone.weights), "each rank's own part asks for other weights"
 
 
 def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
@@ -35,10 +35,10 @@ def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
     for rule in (fj.upgrad(), fj.nash_mtl(), fj.mean(), fj.uw()):
         expected = fj.weigh(plain(points, *batch), points, rule, group=False)
         found = fj.weigh(plain(points, *mine(batch)), points, rule, group=dist.group.WORLD)
-        assert same_everywhere(found)
+        assert all_same(found)
         close(found, expected)
     keyed = fj.random_weights(fj.random.key(7 + rank()))
-    assert same_everywhere(fj.weigh(plain(points, *mine(batch)), points, keyed, group=dist.group.WORLD).weights)
+    assert all_same(fj.weigh(plain(points, *mine(batch)), points, keyed, group=dist.group.WORLD).weights)
     losses = plain(points, *mine(batch))
     with pytest.raises(ValueError, match="weigh: expected losses with the same names"):
         fj.weigh([*losses.values()][: None if rank() else 1], points, fj.upgrad(), group=dist.group.WORLD)
@@ -55,44 +55,41 @@ def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
 def check_parts_on_all_ranks_give_the_direction_of_the_whole_batch():
     params, batch = problem()
     parts = lambda batch: [tuple(x[i::2] for x in batch) for i in range(2)]
-    for losses in (plain, MULTITASK):
-        for rule in (fj.upgrad(), fj.nash_mtl(), fj.mean(), fj.uw(), fj.random_weights(fj.random.key(1))):
-            expected, found = None, None
-            for _ in range(2):
-                state, own = (None if x is None else x.state for x in (expected, found))
-                how = {"params": params, "aggregator": rule, "scale": fj.scale_state(2.0**4)}
-                ranks = {"state": own, "group": dist.group.WORLD}
-                expected = fj.accumulate(losses, parts(batch), state=state, group=False, **how)
-                for skip in ("step", "part"):
-                    found = fj.accumulate(losses, parts(mine(batch)), skip=skip, **ranks, **how)
-                    assert same_everywhere(found)
-                    close(found, expected)
+    rules = fj.upgrad(), fj.nash_mtl(), fj.mean(), fj.uw(), fj.random_weights(fj.random.key(1))
+    for losses, rule in product((plain, TASKS), rules):
+        state = own = None
+        for _ in range(2):
+            how = {"params": params, "aggregator": rule, "scale": fj.scale_state(2.0**4)}
+            expected = fj.accumulate(losses, parts(batch), state=state, group=False, **how)
+            for skip in ("step", "part"):
+                how |= {"group": dist.group.WORLD, "skip": skip}
+                found = fj.accumulate(losses, parts(mine(batch)), state=own, **how)
+                assert all_same(found)
+                close(found, expected)
+            state, own = expected.state, found.state
     spoiled = parts(tuple(x * torch.inf if rank() == 0 and x.is_floating_point() else x for x in mine(batch)))
     call = lambda **more: fj.accumulate(plain, spoiled, params=params, aggregator=fj.upgrad(), **more)
     assert not call(group=dist.group.WORLD).moved
     found = call(group=dist.group.WORLD, skip="part")
-    assert same_everywhere(found)
+    assert all_same(found)
     assert found.moved
     with pytest.raises(ValueError, match="accumulate: group must be a ProcessGroup"):
         call()
     with pytest.raises(ValueError, match="per_example losses in parts must have no group"):
-        fj.accumulate(PER_EXAMPLE, parts(batch), params=params, aggregator=fj.mean(), group=dist.group.WORLD)
+        fj.accumulate(EACH, parts(batch), params=params, aggregator=fj.mean(), group=dist.group.WORLD)
 
 
 def check_keys_of_weights_are_the_first_ranks():
     params, batch = problem()
-    keyed = lambda key: fj.Aggregator(
-        fj.views.gramian,
-        lambda G: key.clone(),
-        lambda G, k: (fj.random.uniform(k, (len(G),), dtype=G.dtype), fj.random.split(k)[1]),
-    )
+    weigh = lambda G, k: (fj.random.uniform(k, (len(G),), dtype=G.dtype), fj.random.split(k)[1])
+    keyed = lambda key: fj.Aggregator(fj.views.gramian, lambda G: key.clone(), weigh)
     for build in (fj.random_weights, keyed):
         first, own = (build(fj.random.key(seed)) for seed in (7, 7 + rank()))
         expected = fj.weights_fn(plain, first, group=False)(params, *batch)
         again = fj.weights_fn(plain, first, group=False)(params, *batch, state=expected.state)
         found = fj.weights_fn(plain, own, group=dist.group.WORLD)
         result = found(params, *mine(batch))
-        assert same_everywhere(result)
+        assert all_same(result)
         close(result, expected)
         close(found(params, *mine(batch), state=result.state), again)
 
@@ -101,15 +98,15 @@ def check_what_is_not_finite_on_one_rank_shows_in_the_weights_on_all():
     params, batch = problem()
     spoiled = tuple(x * torch.inf if rank() == 0 and x.is_floating_point() else x for x in mine(batch))
     scale = fj.scale_state(2.0**10)
-    for losses in (plain, MULTITASK, PER_EXAMPLE):
-        for rule in (fj.upgrad(), fj.excess_mtl(), fj.cr_mogm(fj.config())):
-            found = fj.weights_fn(losses, rule, group=dist.group.WORLD)
-            first = found(params, *mine(batch))
-            close(found(params, *mine(batch), scale=scale), first)
-            for given in (None, scale):
-                result = found(params, *spoiled, state=first.state, scale=given)
-                assert not result.weights.isfinite().all()
-                close(result.state, first.state, 0)
+    rules = fj.upgrad(), fj.excess_mtl(), fj.cr_mogm(fj.config())
+    for losses, rule in product((plain, TASKS, EACH), rules):
+        found = fj.weights_fn(losses, rule, group=dist.group.WORLD)
+        first = found(params, *mine(batch))
+        close(found(params, *mine(batch), scale=scale), first)
+        for given in (None, scale):
+            result = found(params, *spoiled, state=first.state, scale=given)
+            assert not result.weights.isfinite().all()
+            close(result.state, first.state, 0)
 
 
 def check_weights_of_several_ranks_need_a_group():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shard_models import MESHES, STEPS, close, mesh, mine, mlp, placed, rank, same, same_everywhere, trained
+from shard_models import STEPS, all_same, close, mesh, mine, mlp, placed, rank, same, trained
 from torch.distributed.checkpoint import load, save
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -62,10 +62,9 @@ def check_whole_checkpoints_become_shards_and_back():
         close(fj.from_checkpoint(back, like=like), state, 0)
     whole = fj.to_checkpoint(own, whole=True)
     assert all(type(x) is torch.Tensor and x.untyped_storage().nbytes() == x.nbytes for x in whole.values())
-    assert same_everywhere(whole)
-    assert {name: x.tolist() for name, x in whole.items()} == {
-        k: x.tolist() for k, x in fj.to_checkpoint(state).items()
-    }
+    assert all_same(whole)
+    lists = lambda entries: {name: x.tolist() for name, x in entries.items()}
+    assert lists(whole) == lists(fj.to_checkpoint(state))
     damaged = fj.to_checkpoint(own)
     if rank() == 0:  # on one rank only: refused on all
         damaged["params.w"].to_local()[0, 0] += 1
@@ -78,7 +77,7 @@ def check_shards_in_other_places_are_refused_and_gathered():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    square = MESHES["square"]
+    square = mesh("square")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 8))
     params = {name: p.detach().clone() for name, p in net.named_parameters()}

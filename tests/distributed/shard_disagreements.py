@@ -1,24 +1,24 @@
 """Ranks that do different things with shards: all of them are told so, and go on."""
 
-from collections import Counter
+import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from bounds import check_within, eps
+from modes import Called
 from shard_models import EXAMPLES, close, mesh, mine, mlp, placed, rank, ranks, whole
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_jd as fj
 from functional_jd import distributed
 
 
-def equal_leaves():
+def equal_leaves(names="abcd"):
     draw = torch.Generator().manual_seed(0)
     params = {name: torch.randn(6, 6, generator=draw) for name in "abc"} | {"d": torch.randn(3, 6, generator=draw)}
-    own = {name: distribute_tensor(p, mesh(), [Shard(0)]) for name, p in params.items()}
+    own = {name: distribute_tensor(params[name], mesh(), [Shard(0)]) for name in names}
     return own, mine(torch.randn(EXAMPLES, 6, generator=draw))
 
 
@@ -43,9 +43,7 @@ def used(*names):
 def check_ranks_that_use_leaves_differently_are_told_so_when_training_starts():
     own, x = equal_leaves()
     last = rank() == ranks() - 1
-    with pytest.raises(
-        ValueError, match=r"^weights_fn: expected the same leaves, used in .*gathers '[ab]', number 1\. "
-    ):
+    with pytest.raises(ValueError, match=r"^weights_fn: expected the same leaves, used .*gathers '[ab]', number 1\. "):
         fj.weights_fn(distributed.sharded(used(*("ab" if last else "ba")), mesh()), fj.upgrad())(own, x)
     unreached = lambda p, x: used("a", "b")(p, x) + (p["c"].detach() if last else p["c"]).sum()
     cases = [
@@ -57,41 +55,34 @@ def check_ranks_that_use_leaves_differently_are_told_so_when_training_starts():
         (lambda p, x: {"one" if last else "two": used("a")(p, x)}, r"on this rank: (one|two) float32 \[3\]\. "),
         (lambda p, x: used("a")(p, x)[: 2 if last else 3], r"value float32 \[[23]\]\. "),
     ]
-    for rule in (fj.upgrad(), fj.mean()):
-        for mode in (True, False):
-            for losses, words in cases:
-                how = {"losses": distributed.sharded(losses, mesh(), mode), "aggregator": rule}
-                if not mode and "gathers" in words:  # each leaf is gathered once, in the order of the parameters
-                    continue
-                with pytest.raises(
-                    ValueError, match=f"^train_state: expected the same leaves, used in .*{words}Let all"
-                ):
-                    fj.train_state(own, x, optimizer=fj.sgd(0.1), **how)
+    for rule, mode, (losses, words) in itertools.product((fj.upgrad(), fj.mean()), (True, False), cases):
+        how = {"losses": distributed.sharded(losses, mesh(), mode), "aggregator": rule, "optimizer": fj.sgd(0.1)}
+        if not mode and "gathers" in words:  # each leaf is gathered once, in the order of the parameters
+            continue
+        with pytest.raises(ValueError, match=f"^train_state: expected the same leaves, used in .*{words}Let all"):
+            fj.train_state(own, x, **how)
 
 
 def check_a_warm_step_that_mixes_leaves_is_refused_on_all_ranks():
-    own, x = equal_leaves()
-    own = {name: own[name] for name in "ab"}
+    own, x = equal_leaves("ab")
     orders = [("a", "b"), ("b", "a")]
     how = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(own, x, losses=distributed.sharded(used("a", "b"), mesh()), **how)
     for alike in orders:  # all ranks in another order than at the start: right
         fj.step(state, x, losses=distributed.sharded(used(*alike), mesh()), **how)
     mixed = used(*orders[rank() == 0])
-    with pytest.raises(
-        ValueError, match=r"step: expected the same leaves, used in the same order, .*on this rank: [ab], "
-    ):
+    with pytest.raises(ValueError, match=r"step: expected the same leaves, used in the same order.*this rank: [ab], "):
         fj.step(state, x, losses=distributed.sharded(mixed, mesh()), **how)
 
 
 def check_losses_of_other_names_in_a_later_step_are_refused_on_all_ranks():
-    own, x = equal_leaves()
+    own, x = equal_leaves("ab")
     held = ["cost"]
     losses = lambda p, x: dict(zip(("all", held[0]), used("a", "b")(p, x)[:2], strict=True))
     how = {"losses": distributed.sharded(losses, mesh()), "optimizer": fj.sgd(0.1)}
     for rule in (fj.upgrad(), fj.mean()):
         held[0] = "cost"
-        state = fj.train_state({name: own[name] for name in "ab"}, x, aggregator=rule, **how)
+        state = fj.train_state(own, x, aggregator=rule, **how)
         held[0] = "time"
         assert fj.step(state, x, aggregator=rule, **how)[1].moved
         held[0] = "time" if rank() else "cost"
@@ -101,9 +92,7 @@ def check_losses_of_other_names_in_a_later_step_are_refused_on_all_ranks():
 
 def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all_ranks():
     """What is sent for them has one size: messages of others would end the processes."""
-    own, x = equal_leaves()
-    own, held = {name: own[name] for name in "ab"}, [3, torch.float32]
-    last = rank() == ranks() - 1
+    (own, x), held, last = equal_leaves("ab"), [3, torch.float32], rank() == ranks() - 1
 
     def losses(p, x):
         found = used("a", "b")(p, x).to(held[1]).repeat(500)
@@ -114,8 +103,7 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all_ranks():
         how = {"losses": distributed.sharded(losses, mesh(), reshard), "aggregator": rule, "optimizer": fj.sgd(0.1)}
         held[:] = 3, torch.float32
         state = fj.train_state(own, x, **how)
-        kinds = [*cases, (torch.float64, torch.float32)]
-        for one, other in kinds:
+        for one, other in [*cases, (torch.float64, torch.float32)]:
             held[isinstance(one, torch.dtype)] = one if last else other
             words = r"step: expected the same leaves, .*, and the same losses on all ranks, found .*on this rank: a, b"
             with pytest.raises(ValueError, match=words):
@@ -125,8 +113,7 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all_ranks():
 
 
 def check_another_rule_in_a_later_step_is_refused_on_all_ranks():
-    own, x = equal_leaves()
-    own, last = {name: own[name] for name in "ab"}, rank() == ranks() - 1
+    (own, x), last = equal_leaves("ab"), rank() == ranks() - 1
     preferences = [torch.tensor([1.0, 2.0, number]) for number in (3.0, 4.0)]
     rules = [
         (fj.upgrad, fj.mean),
@@ -140,9 +127,7 @@ def check_another_rule_in_a_later_step_is_refused_on_all_ranks():
         state = fj.train_state(own, x, aggregator=one(), **how)
         assert fj.step(state, x, aggregator=one(), **how)[1].moved, "the same, built anew"
         rule = other() if last else one()
-        with pytest.raises(
-            ValueError, match=r"^step: expected the same rule on all ranks, found .* on this rank: \['Ag"
-        ):
+        with pytest.raises(ValueError, match=r"^step: expected the same rule on all ranks, found .* this rank: \['Ag"):
             fj.step(state, x, aggregator=rule, **how)
         with pytest.raises(ValueError, match=r"^weights_fn: expected the same rule on all ranks"):
             fj.weights_fn(how["losses"], rule)(own, x, state=state.aggregator)
@@ -152,8 +137,7 @@ def check_another_rule_in_a_later_step_is_refused_on_all_ranks():
 
 
 def check_many_losses_take_a_second_message():
-    own, x = equal_leaves()
-    own = {name: own[name] for name in "ab"}
+    own, x = equal_leaves("ab")
     params, batch = whole(own), all_of(x)
     for m in (999, 1000, 1001, 1500):
         factors = torch.arange(1, m + 1)
@@ -227,29 +211,16 @@ def check_weights_of_other_rules_and_keys_are_refused_on_all_ranks():
         fj.train_state(own, *mine(batch), losses=losses, aggregator=rule, optimizer=fj.sgd(0.1))
 
 
-class Sent(TorchDispatchMode):
-    """Counts the collectives by their kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "_c10d_functional":
-            self.calls[func.__name__.partition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def check_digests_add_no_collective_to_a_warm_step():
     """Two layers and two losses: gathers there and back, a scatter a row and a leaf; losses, Gramian and flags."""
-    own, x = equal_leaves()
+    own, x = equal_leaves("ab")
     named = lambda p, x: dict(zip(("one", "two"), used("a", "b")(p, x)[:2], strict=True))
     how = {"losses": distributed.sharded(named, mesh()), "optimizer": fj.adamw(0.1)}
-    gathers, scatters, reduces = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    kinds = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     for rule, expected in ((fj.upgrad(), (4, 4, 3)), (fj.mean(), (3, 2, 2))):
-        state = fj.train_state({name: own[name] for name in "ab"}, x, aggregator=rule, **how)
+        state = fj.train_state(own, x, aggregator=rule, **how)
         state, _ = fj.step(state, x, aggregator=rule, **how)
-        with Sent() as sent:
+        with Called() as called:
             fj.step(state, x, aggregator=rule, **how)
-        assert tuple(sent.calls[kind] for kind in (gathers, scatters, reduces)) == expected
-        assert sent.calls.keys() == {gathers, scatters, reduces, "wait_tensor"}
+        assert tuple(called.names[kind] for kind in kinds) == expected
+        assert {name for name in called.names if hasattr(torch.ops._c10d_functional, name)} == {*kinds, "wait_tensor"}

@@ -7,6 +7,7 @@ from shard_models import (
     OPTIMIZERS,
     RATE,
     STEPS,
+    all_same,
     by_part,
     cases,
     close,
@@ -15,7 +16,6 @@ from shard_models import (
     mine,
     placed,
     same,
-    same_everywhere,
     spread,
     total_weight,
     trained,
@@ -44,7 +44,7 @@ def compare(dtype, optimizer, first, bound):
         own, (expected, expected_infos) = placed(params), expected
         state, infos = trained(own, mine(batch), method(distributed.sharded(losses, mesh()), rule, optimizer))
         assert keeps_placements(state, own)
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         error = bound(params, losses, batch, expected_infos)
         close(state.params, expected.params, error)
         close(state[1:], expected[1:], 10 * error)  # of a velocity, a tenth moves the parameters
@@ -76,7 +76,7 @@ def check_bfloat16_steps_equal_those_of_the_mean_over_the_ranks():
     for (params, losses, batch, rule), expected in zip(problems, spread(alone, problems), strict=True):
         low = fj.autocast(distributed.sharded(losses, mesh()), torch.bfloat16)  # keeps what is declared
         state, infos = trained(placed(params), mine(batch), method(low, rule, "plain"))
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         # The parts' gradients are added in another order, in float32, and rounded to bfloat16 on their way.
         close(state.params, expected[0].params, bound_of(torch.bfloat16, expected[1]))
 
@@ -126,7 +126,7 @@ def check_an_overflow_on_one_rank_backs_off_its_own_scale_and_nan_none():
             others = k != OVERFLOW or rule.view.products != "none"  # in one backward pass, an overflow is everybody's
             assert info.finite.tolist() == [not skipped, others, others]
             assert same(state[:4], before[:4]) == skipped, "a skipped step changes nothing but the scale"
-            assert same_everywhere((state, info))
+            assert all_same((state, info))
         others = SCALE if rule.view.products != "none" else SCALE / 2
         assert state.scale.scale.tolist() == [SCALE / 2, others, others], "no scale would mend NaN"
         assert same(state.scale, expected[0].scale)

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from shard_models import close, mesh, mine, mlp, placed, ranks, same_everywhere
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from shard_models import all_same, close, mesh, mine, mlp, placed, ranks
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -20,13 +20,8 @@ def check_the_functions_of_a_step_by_hand():
     layouts = {"a": Shard(1), "b": Shard(2), "c": Replicate()}
 
     def spread(tree, less=0):
-        def of(name):
-            if name not in layouts:
-                return tree[name]
-            p = layouts[name]
-            return distribute_tensor(tree[name], mesh(), [Shard(p.dim - less) if p.is_shard() else p])
-
-        return {name: of(name) for name in tree}
+        own = {name: Shard(p.dim - less) if p.is_shard() else p for name, p in layouts.items()}
+        return tree | {name: distribute_tensor(tree[name], mesh(), [p]) for name, p in own.items()}
 
     J = spread(rows)
     eps = torch.finfo(torch.float32).eps
@@ -67,13 +62,10 @@ def check_the_functions_of_a_step_by_hand():
     p = spread(params, less=1)
     for power in (1.0, 2.0, 3.0, torch.inf):
         close(fj.optimizers.global_norm(d, power), fj.optimizers.global_norm(direction, power), 16 * eps)
-        assert same_everywhere(fj.optimizers.global_norm(d, power))
+        assert all_same(fj.optimizers.global_norm(d, power))
         for bound in (0.1, torch.tensor(0.5)):
-            close(
-                fj.optimizers.clip_by_norm(d, bound, power),
-                fj.optimizers.clip_by_norm(direction, bound, power),
-                16 * eps,
-            )
+            clipped = (fj.optimizers.clip_by_norm(tree, bound, power) for tree in (d, direction))
+            close(*clipped, 16 * eps)
     for taken in (True, False):
         chosen = fj.precision.select(torch.tensor(taken), d, p)
         close(chosen, direction if taken else params, 0)
@@ -99,10 +91,9 @@ def check_the_functions_of_a_step_by_hand():
         fj.sgd(0.1).update(other, fj.sgd(0.1).init(p), p)
     with pytest.raises(TypeError, match=r"select: .*placed"):
         fj.precision.select(torch.tensor(True), other, p)
-    for target in (None, torch.tensor([0.5, 0.25, 0.25]), "direction"):
-        seen = [fj.diagnostics.diagnose(J, d if target == "direction" else target)]
-        seen.append(fj.diagnostics.diagnose(rows, direction if target == "direction" else target))
-        close(*seen)
+    weights = torch.tensor([0.5, 0.25, 0.25])
+    for own, whole in ((None, None), (weights, weights), (d, direction)):
+        close(fj.diagnostics.diagnose(J, own), fj.diagnostics.diagnose(rows, whole))
     kept = fj.to_checkpoint(p)
     assert kept["a"].placements == p["a"].placements
     close(fj.from_checkpoint(kept, like=d), params, 0)
@@ -143,30 +134,25 @@ def check_large_rows_are_scattered_one_by_one():
 
 
 def check_partial_leaves_and_other_meshes_are_refused_in_one_sentence():
-    from torch.distributed.tensor import Partial
-
     params, losses, batch = mlp()
-    own = placed(params)
+    own, over = placed(params), distributed.sharded(losses, mesh())
     partial_leaf = own | {"w": DTensor.from_local(params["w"], mesh(), [Partial()])}
-    for f in (fj.jacobian_fn(distributed.sharded(losses, mesh())), fj.weighted_fn(losses), fj.gramian_fn(losses)):
+    for f in (fj.jacobian_fn(over), fj.weighted_fn(losses), fj.gramian_fn(losses)):
         with pytest.raises(ValueError, match=r"_fn: expected DTensors with the placements Shard and Replicate, .*'w'"):
             f(partial_leaf, *mine(batch))
-    how = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    with pytest.raises(ValueError, match="train_state: expected DTensors with the placements"):
-        fj.train_state(partial_leaf, *mine(batch), losses=distributed.sharded(losses, mesh()), **how)
-    examples = distributed.sharded(fj.per_example(losses), mesh())
-    with pytest.raises(ValueError, match=r"jacobian_fn: .*found per_example losses"):
-        fj.jacobian_fn(examples)(own, *mine(batch))
-    searching = {"aggregator": fj.upgrad(), "optimizer": fj.line_search(fj.sgd(1.0), [0.1, 0.2])}
-    searching["losses"] = distributed.sharded(losses, mesh())
+    how = {"losses": over, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    searching = how | {"optimizer": fj.line_search(fj.sgd(1.0), [0.1, 0.2])}
     state = fj.train_state(own, *mine(batch), **searching)
-    with pytest.raises(ValueError, match=r"step: the optimizer must not compare losses .*parameters are sharded"):
-        fj.step(state, *mine(batch), **searching)
-    with pytest.raises(ValueError, match=r"jacobian_fn: mode must be .* for sharded parameters"):
-        fj.jacobian_fn(losses, mode="vmap")(own, *mine(batch))
-    with pytest.raises(ValueError, match="tensors must be whole on every replica"):
-        fj.train_state(own, *mine(batch), losses=losses, engine=distributed.replicated(), **how)
-    with pytest.raises(TypeError, match="sharded: mesh must be a DeviceMesh, found str"):
-        distributed.sharded(losses, "cpu")
-    with pytest.raises(TypeError, match="sharded: losses must be a function, found dict"):
-        distributed.sharded({}, mesh())
+    replicated = how | {"losses": losses, "engine": distributed.replicated()}
+    examples, mapped = distributed.sharded(fj.per_example(losses), mesh()), fj.jacobian_fn(losses, mode="vmap")
+    for call, kind, words in (
+        (partial(fj.train_state, partial_leaf, **how), ValueError, "train_state: .* DTensors with the placements"),
+        (partial(fj.jacobian_fn(examples), own), ValueError, r"jacobian_fn: .*found per_example losses"),
+        (partial(fj.step, state, **searching), ValueError, r"step: .* not compare losses .*parameters are sharded"),
+        (partial(mapped, own), ValueError, r"jacobian_fn: mode must be .* for sharded parameters"),
+        (partial(fj.train_state, own, **replicated), ValueError, "tensors must be whole on every replica"),
+        (lambda *_: distributed.sharded(losses, "cpu"), TypeError, "sharded: mesh must be a DeviceMesh, found str"),
+        (lambda *_: distributed.sharded({}, mesh()), TypeError, "sharded: losses must be a function, found dict"),
+    ):
+        with pytest.raises(kind, match=words):
+            call(*mine(batch))

@@ -1,6 +1,4 @@
-"""What layers and models do with sharded parameters: checkpoints, functions of one's own and transforms that take them,
-and bases that are not trained.
-"""
+"""Layers with sharded parameters: checkpoints, own functions and transforms that take them, and frozen bases."""
 
 import itertools
 import re
@@ -51,23 +49,19 @@ def check_a_frozen_base_that_is_sharded_is_gathered_where_it_is_an_argument():
             x = torch.tanh(x @ (w + base["scale"] * p["a"].mT @ p["b"]).mT)
         return x.square().mean(0)[:3]
 
-    heads = lambda own, h, base, x: {
-        name: ((h @ base["layers"][1])[:, :2] @ own[name]).square().mean() for name in "ab"
-    }
+    of_head = lambda v, h, base: ((h @ base["layers"][1])[:, :2] @ v).square().mean()
+    heads = lambda own, h, base, x: {name: of_head(own[name], h, base) for name in "ab"}
     tasks = fj.multitask(lambda shared, base, x: torch.tanh(x @ base["layers"][0] @ shared.mT), heads)
-    split = {
-        "shared": torch.randn(6, 6, generator=draw),
-        "heads": {name: torch.randn(2, generator=draw) for name in "ab"},
-    }
+    own = {name: torch.randn(2, generator=draw) for name in "ab"}
+    split = {"shared": torch.randn(6, 6, generator=draw), "heads": own}
     sharded_base = {"layers": list(placed(dict(enumerate(base["layers"]))).values()), "scale": base["scale"]}
-    for f, start in ((losses, params), (tasks, split)):
-        for rule in (fj.upgrad(), fj.mean()):
-            how = {"aggregator": rule, "optimizer": fj.sgd(0.1)}
-            expected, _ = trained(start, (base, x), how | {"losses": f}, n=2)
-            for reshard in (True, False):
-                own = distributed.sharded(f, mesh(), reshard)
-                state, _ = trained(placed(start), (sharded_base, mine(x)), how | {"losses": own}, n=2)
-                close(state, expected)
+    for (f, start), rule in itertools.product(((losses, params), (tasks, split)), (fj.upgrad(), fj.mean())):
+        how = {"aggregator": rule, "optimizer": fj.sgd(0.1)}
+        expected, _ = trained(start, (base, x), how | {"losses": f}, n=2)
+        for reshard in (True, False):
+            own = distributed.sharded(f, mesh(), reshard)
+            state, _ = trained(placed(start), (sharded_base, mine(x)), how | {"losses": own}, n=2)
+            close(state, expected)
     captured = distributed.sharded(lambda p, x: losses(p, sharded_base, x), mesh())
     with pytest.raises(ValueError, match=r"train_state: expected sharded.* take every DTensor as an argument"):
         fj.train_state(placed(params), mine(x), losses=captured, **how)

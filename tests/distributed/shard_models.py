@@ -20,8 +20,8 @@ EXAMPLES = 8
 """In the whole batch."""
 
 
-def mesh():
-    return MESHES["line"]
+def mesh(name="line"):
+    return MESHES[name]
 
 
 MESHES = {}
@@ -41,7 +41,7 @@ def same(a, b):
     return all(u.shape == v.shape and ((u == v) | ((u != u) & (v != v))).all() for u, v in pairs)
 
 
-def same_everywhere(tree):
+def all_same(tree):
     held = [None] * ranks()
     dist.all_gather_object(held, [leaf for leaf in tree_leaves(tree) if not isinstance(leaf, DTensor)])
     return all(same(held[0], other) for other in held)
@@ -136,18 +136,10 @@ def lora(dtype=torch.float32):
     return params, losses, (tokens,)
 
 
-MODELS = {"mlp": mlp, "conv": conv, "block": block, "lora": lora}
-
-
+MODELS = [mlp, conv, block, lora]
 STEPS = 10
 
-RULES = {
-    "mean": fj.mean,
-    "upgrad": fj.upgrad,
-    "config": fj.config,
-    "graddrop": lambda: fj.graddrop(fj.random.key(3)),
-    "nash_mtl": fj.nash_mtl,
-}
+RULES = [fj.mean, fj.upgrad, fj.config, lambda: fj.graddrop(fj.random.key(3)), fj.nash_mtl]
 RATE, ADAMW_EPS = 1e-2, 1e-5
 OPTIMIZERS = {
     "plain": lambda: fj.sgd(0.1),
@@ -161,7 +153,7 @@ def cases(first, dtype=torch.float32, *, half=False):
     on 2; all pairs in the profile "thorough".
     """
     thorough, four = os.environ.get("HYPOTHESIS_PROFILE") == "thorough", ranks() == 4
-    for (i, model), (j, rule) in itertools.product(enumerate(MODELS.values()), enumerate(RULES.values())):
+    for (i, model), (j, rule) in itertools.product(enumerate(MODELS), enumerate(RULES)):
         chosen = (j - i) % len(RULES) == (first + four) % len(RULES) and not ((half or four) and (i + first) % 2)
         if thorough or chosen:
             yield *model(dtype), rule()
@@ -209,8 +201,5 @@ def none_is_whole(known):
 
 def keeps_placements(state, params):
     trees = [state.params, *(tree for tree in state.optimizer if isinstance(tree, dict))]
-    return all(
-        x.placements == p.placements
-        for tree in trees
-        for x, p in zip(tree_leaves(tree), tree_leaves(params), strict=True)
-    )
+    pairs = (zip(tree_leaves(tree), tree_leaves(params), strict=True) for tree in trees)
+    return all(x.placements == p.placements for pair in pairs for x, p in pair)

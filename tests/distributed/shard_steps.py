@@ -3,26 +3,14 @@
 import copy
 import warnings
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from shard_models import (
-    EXAMPLES,
-    MESHES,
-    STEPS,
-    close,
-    mesh,
-    mine,
-    mlp,
-    none_is_whole,
-    placed,
-    rank,
-    ranks,
-    same_everywhere,
-    total_weight,
-    trained,
-)
+from shard_models import EXAMPLES, STEPS, all_same, close, mesh, mine, mlp, none_is_whole, placed, total_weight, trained
 from torch import nn
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from two_replicas import train_by_weights
@@ -38,13 +26,12 @@ def check_no_rank_holds_a_whole_leaf_after_a_step():
     batch = torch.randn(EXAMPLES, 53, generator=draw)
     how = {"aggregator": fj.upgrad(), "optimizer": fj.adamw(1e-2, eps=1e-5)}
     expected, _ = trained(params, (batch,), how | {"losses": losses}, n=2)
-    for mode in ("loop", "vmap"):
-        for reshard in (False, True):
-            own = {"losses": distributed.sharded(losses, mesh(), reshard), "engine": fj.engines.jacobian_engine(mode)}
-            state, infos = trained(placed(params), (mine(batch),), how | own, n=2)
-            assert none_is_whole((params, expected))
-            close(state, expected)
-            assert all(info.moved for info in infos)
+    for mode, reshard in product(("loop", "vmap"), (False, True)):
+        own = {"losses": distributed.sharded(losses, mesh(), reshard), "engine": fj.engines.jacobian_engine(mode)}
+        state, infos = trained(placed(params), (mine(batch),), how | own, n=2)
+        assert none_is_whole((params, expected))
+        close(state, expected)
+        assert all(info.moved for info in infos)
 
 
 def check_multitask_losses_are_gathered_part_by_part():
@@ -60,7 +47,7 @@ def check_multitask_losses_are_gathered_part_by_part():
         own = placed(params)
         state, infos = trained(own, (mine(x),), how | {"losses": distributed.sharded(losses, mesh())})
         assert state.params["shared"]["w"].placements == own["shared"]["w"].placements
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         close(state, expected)
 
 
@@ -75,43 +62,30 @@ def check_parts_give_the_direction_of_the_whole_batch():
             found = fj.accumulate(over, parts(mine(batch)), params=placed(params), **how)
             assert none_is_whole((params, expected))
             close(found.direction, expected.direction)
-            assert same_everywhere((found.weights, found.losses, found.finite, found.scale))
+            assert all_same((found.weights, found.losses, found.finite, found.scale))
             assert found.moved
 
 
-def check_buffers_are_averaged_and_others_are_the_first_ranks():
+def check_buffers_are_averaged_others_are_the_first_ranks_and_keys_each_ranks_own():
     params, losses, batch = mlp()
+    key = fj.random.key(3)
 
     def counting(p, buffers, *batch):
-        values = losses(p, *batch)
-        mean = {"mean": batch[0].mean(0), "count": buffers["count"] + 1 + rank()}
-        return values, mean, batch[1]
+        now, following = fj.random.split(buffers["key"])
+        moved = {"mean": batch[0].mean(0), "count": buffers["count"] + 1 + rank(), "key": following}
+        return losses(p, *batch), moved, (batch[1], fj.random.uniform(now, (4,)))
 
     how = {"losses": distributed.sharded(counting, mesh()), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    buffers = {"mean": torch.zeros(5), "count": torch.tensor(0)}
+    buffers = {"mean": torch.zeros(5), "count": torch.tensor(0), "key": key}
     state = fj.train_state(placed(params), *mine(batch), buffers=buffers, has_aux=True, **how)
     state, info = fj.step(state, *mine(batch), has_aux=True, **how)
     close(state.buffers["mean"], batch[0].mean(0), 4 * torch.finfo(torch.float32).eps)
     assert state.buffers["count"] == 1
-    assert torch.equal(info.aux, mine(batch)[1]), "aux is the rank's own"
-    assert same_everywhere(state)
-
-
-def check_keys_among_the_buffers_are_each_ranks_own():
-    params, losses, batch = mlp()
-
-    def keyed(p, buffers, *batch):
-        now, following = fj.random.split(buffers["key"])
-        return losses(p, *batch), {"key": following}, fj.random.uniform(now, (4,))
-
-    how = {"losses": distributed.sharded(keyed, mesh()), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    key = fj.random.key(3)
-    state = fj.train_state(placed(params), *mine(batch), buffers={"key": key}, has_aux=True, **how)
-    state, info = fj.step(state, *mine(batch), has_aux=True, **how)
-    own = fj.random.fold_in(key, rank()) if rank() else key
-    assert torch.equal(info.aux, fj.random.uniform(fj.random.split(own)[0], (4,)))
     assert torch.equal(state.buffers["key"], fj.random.split(key)[1])
-    assert same_everywhere(state)
+    own = fj.random.fold_in(key, rank()) if rank() else key
+    assert torch.equal(info.aux[0], mine(batch)[1]), "aux is the rank's own"
+    assert torch.equal(info.aux[1], fj.random.uniform(fj.random.split(own)[0], (4,)))
+    assert all_same(state)
 
 
 def check_unequal_batches_count_by_their_examples_and_what_drifts_is_found():
@@ -139,8 +113,7 @@ def check_losses_that_compute_with_dtensors_themselves():
     whole_losses = lambda p, x, y: ((torch.tanh(x @ p["w"].mT + p["b"]) @ p["v"].mT * p["gain"] - y) ** 2).mean(0)
 
     def parallel(p, x, y):
-        x = DTensor.from_local(x, mesh(), [Replicate()], run_check=False)
-        y = DTensor.from_local(y, mesh(), [Replicate()], run_check=False)
+        x, y = (DTensor.from_local(z, mesh(), [Replicate()], run_check=False) for z in (x, y))
         h = torch.tanh(x @ p["w"].mT + p["b"])  # its columns lie on the ranks
         return (((h @ p["v"].mT).redistribute(placements=[Replicate()]) * p["gain"] - y) ** 2).mean(0)
 
@@ -154,7 +127,7 @@ def check_losses_that_compute_with_dtensors_themselves():
             state, infos = trained(own, batch, how | {"losses": parallel})
         slow = [w for w in told if issubclass(w.category, fj.SlowPathWarning)]
         assert bool(slow) == (rule.view is fj.views.gramian), "one backward pass takes no slow path"
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         assert {k: leaf.placements[0] for k, leaf in state.params.items()} == layouts
         close(state, expected)
 
@@ -164,7 +137,7 @@ def check_a_mesh_of_two_dimensions():
     params = {"w": torch.randn(7, 5, generator=draw), "v": torch.randn(5, 3, generator=draw), "b": torch.ones(3)}
     losses = lambda p, x: (torch.tanh(x @ p["w"]) @ p["v"] + p["b"]).square().mean(0)
     x = torch.randn(EXAMPLES, 7, generator=draw)
-    square = MESHES["square"]
+    square = mesh("square")
     layouts = {"w": [Shard(0), Shard(0)], "v": [Replicate(), Shard(1)], "b": [Shard(0), Replicate()]}
     own = {name: distribute_tensor(params[name], square, layouts[name]) for name in params}
     for rule in (fj.upgrad(), fj.graddrop(fj.random.key(1))):
@@ -172,13 +145,12 @@ def check_a_mesh_of_two_dimensions():
         expected, _ = trained(params, (x,), how)
         state, infos = trained(own, (mine(x),), how | {"losses": distributed.sharded(losses, square)})
         assert {k: list(leaf.placements) for k, leaf in state.params.items()} == layouts
-        assert same_everywhere((state, infos))
+        assert all_same((state, infos))
         close(state, expected)
 
 
 def check_weights_serve_a_loop_with_fully_shard():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    net = network()
     apply, params = fj.functional(net), {name: p.detach().clone() for name, p in net.named_parameters()}
     x, y = torch.randn(EXAMPLES, 5), torch.randn(EXAMPLES, 3)
     losses = lambda params, x, y: ((apply(params, {}, x)[0] - y) ** 2).mean(0)

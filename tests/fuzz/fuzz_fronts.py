@@ -1,8 +1,8 @@
 """Valid calls of what stands around Pareto fronts."""
 
 import torch
-from fuzz_values import NOT_NEGATIVE, OPTION, POSITIVE, SWITCH, eye, kinds, ones, tensor, zeros
-from garbage import CALLABLE, Call
+from fuzz_values import eye, given, ones, tensor, zeros
+from garbage import CALLABLE, NOT_NEGATIVE, OPTION, POSITIVE, SWITCH, Call, kinds
 
 import functional_jd as jd
 from functional_jd import fronts
@@ -16,15 +16,15 @@ def points():
     return {"points": tensor([[0.0, 1.0], [1.0, 0.0]])}
 
 
-def _train(compile, **others):
-    return fronts.train(compile=False if compile is True else compile, **others)  # which takes its time
-
-
 def weights_of(population):
     """The weights of two solutions with two losses."""
     L = points()["points"]
     seen = L if population.view.products == "none" else (eye(2).double().expand(2, 2, 2), L)
     return population.weigh(seen)
+
+
+def _train(compile, **others):
+    return fronts.train(compile=False if compile is True else compile, **others)  # which takes its time
 
 
 MATRIX = kinds({"wrong_shape"})
@@ -56,23 +56,15 @@ FRONTS = {
     ),
     "train": Call(
         _train,
-        lambda: {
-            "start": {"w": zeros(2)},
-            "batches": [()],
-            "losses": losses,
-            "rule": jd.tchebycheff,
-            "preferences": fronts.lattice(2, 2),
-            "optimizer": jd.sgd(0.1),
-            "scale": None,
-            "buffers": (),
-            "engine": "auto",
-            "has_aux": False,
-            "chunk_size": 2,
-            "compile": False,
-            "on_step": None,
-            "progress": False,
-            "patience": 3,
-        },
+        given(
+            "optimizer buffers engine has_aux",
+            start=lambda: {"w": zeros(2)},
+            losses=lambda: losses,
+            rule=lambda: jd.tchebycheff,
+            preferences=lambda: fronts.lattice(2, 2),
+            **{"batches": [()], "scale": None, "on_step": None, "chunk_size": 2, "patience": 3},
+            **{"compile": False, "progress": False},
+        ),
         {"scale": OPTION, "chunk_size": OPTION, "on_step": OPTION | CALLABLE, "patience": OPTION, "progress": SWITCH}
         | {"compile": SWITCH, "rule": kinds({"builder"})},
         frozenset({"losses", "rule", "on_step", "start"}),

@@ -4,26 +4,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from fuzz_values import (
-    BATCHES,
-    EMPTY,
-    NOT_NEGATIVE,
-    OPTION,
-    SWITCH,
-    TREE,
-    WHERE,
-    key,
-    kinds,
-    loss_of_one,
-    losses,
-    method,
-    ones,
-    params,
-    scale_state,
-    state,
-    x,
-)
-from garbage import CALLABLE, EVERYTHING, Call
+from fuzz_values import USUAL, WHERE, given, loss_of_one, method, ones, params, state, x
+from garbage import BATCHES, CALLABLE, EMPTY, EVERYTHING, NOT_NEGATIVE, OPTION, SWITCH, TREE, Call, kinds
 
 import functional_jd as jd
 
@@ -41,10 +23,18 @@ def _split():
     return jd.objectives.partition(params(), lambda name, _: name == "w")
 
 
+def _features(shared, x):
+    return shared["w"] * x
+
+
+def _heads(own, features, x):
+    return features.sum() + own["b"]
+
+
 OBJECTIVES = {
     "functional": Call(
         _apply,
-        lambda: {"module": _module(), "params": dict(_module().named_parameters()), "buffers": {}, "x": x()},
+        given("x", module=_module, params=lambda: dict(_module().named_parameters()), buffers=dict),
         {"buffers": kinds({"dict"}), "module": kinds({"module"}), "x": EVERYTHING},
         kinds({"x"}),
     ),
@@ -56,37 +46,31 @@ OBJECTIVES = {
     ),
     "merge": Call(
         jd.objectives.merge,
-        lambda: {"chosen": _split()[0], "rest": _split()[1]},
+        lambda: dict(zip(("chosen", "rest"), _split(), strict=True)),
         dict.fromkeys(("chosen", "rest"), kinds({"dict"})),
     ),
     "per_example": Call(
         lambda loss, in_dims, params, x: jd.per_example(loss, in_dims)(params, x),
-        lambda: {"loss": loss_of_one, "in_dims": 0, "params": params(), "x": ones(3, 2)},
+        given("params", loss=lambda: loss_of_one, in_dims=0, x=lambda: ones(3, 2)),
         {"in_dims": kinds({"zero"}), "x": EVERYTHING},
         kinds({"loss"}),
     ),
     "multitask": Call(
         lambda features, heads, params, x: jd.multitask(features, heads)(params, x),
-        lambda: {
-            "features": lambda shared, x: shared["w"] * x,
-            "heads": lambda own, features, x: features.sum() + own["b"],
-            "params": {"shared": params(), "heads": params()},
-            "x": x(),
-        },
+        lambda: {"features": _features, "heads": _heads, "params": {"shared": params(), "heads": params()}, "x": x()},
         {"x": EVERYTHING},
         kinds({"features", "heads"}),
     ),
 }
-
-
-USUAL = object()
-"""Stands for what losses usually return. Garbage in its place is what they return too."""
-
 CONSTANTS = kinds({"wrong_shape", "scalar", "nans", "meta", "nested", "record"})
 
 
 def _returning(returned: Any, losses: Any) -> Any:
     return losses if returned is USUAL else lambda params, x: returned
+
+
+def _searched(f, losses, returned, params, x, **others):
+    return f(_returning(returned, losses), params, x, **others)
 
 
 def _jacobian(losses, returned, params, x, **options):
@@ -125,30 +109,21 @@ def _weights(losses, returned, aggregator, params, x, group):
 
 _OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS}
 _LOSSES = kinds({"losses"})
-
-
-def _given(**others: Any) -> dict[str, Any]:
-    """Losses, what they return, and where: most of these functions take them."""
-    return {"losses": losses, "returned": USUAL, "params": params(), "x": x()} | others
-
-
-def _argument(**others: Any) -> dict[str, Any]:
-    return _given(has_aux=False, scale=scale_state(), **others)
-
-
 _ARGNUMS = kinds({"zero", "minus_one"})
 _WEIGHTS = kinds({"nans", "meta"})
+_GIVEN = "losses returned params x"
+_ARGUMENT = f"{_GIVEN} has_aux scale"
 
 
 def _of_products(f: Any) -> Call:
     fine = _OF_TWO | {"argnums": _ARGNUMS, "weights": _WEIGHTS}
-    return Call(partial(_products, f), lambda: _argument(argnums=0, weights=ones(2)), fine, _LOSSES)
+    return Call(partial(_products, f), given(_ARGUMENT, argnums=0, weights=lambda: ones(2)), fine, _LOSSES)
 
 
 ENGINES = {
     "jacobian_fn": Call(
         _jacobian,
-        lambda: _argument(argnums=0, mode="loop", chunk_size=2),
+        given(_ARGUMENT, argnums=0, mode="loop", chunk_size=2),
         _OF_TWO | {"chunk_size": OPTION, "argnums": _ARGNUMS},
         _LOSSES,
     ),
@@ -156,51 +131,43 @@ ENGINES = {
     "squared_norms_fn": _of_products(jd.squared_norms_fn),
     "cross_gramian_fn": Call(
         _cross,
-        lambda: {
-            "losses": losses,
-            "returned": USUAL,
-            "params": params(),
-            "batch_a": (x(),),
-            "batch_b": (x(),),
-            "scale": scale_state(),
-        },
+        given("losses returned params scale", batch_a=lambda: (x(),), batch_b=lambda: (x(),)),
         {"scale": OPTION | {"scalar"}, "returned": CONSTANTS},
         _LOSSES,
     ),
     "weighted_fn": Call(
         _weighted,
-        lambda: _argument(weights=ones(2), last=False),
+        given(_ARGUMENT, weights=lambda: ones(2), last=False),
         _OF_TWO | {"weights": _WEIGHTS, "last": SWITCH},
         _LOSSES,
     ),
     "weigh": Call(
         _weigh,
-        lambda: {
-            "losses": USUAL,
-            "parameters": [_point()],
-            "aggregator": jd.upgrad(),
-            "state": None,
-            "scale": None,
-            "features": None,
-            "group": False,
-        },
-        {"state": OPTION, "scale": OPTION, "group": OPTION, "features": OPTION},
-        kinds({"losses"}),
+        given(
+            "aggregator",
+            losses=USUAL,
+            parameters=lambda: [_point()],
+            state=None,
+            scale=None,
+            features=None,
+            group=False,
+        ),
+        dict.fromkeys(("state", "scale", "group", "features"), OPTION),
+        _LOSSES,
         names=("distributed",),
     ),
     "weights_fn": Call(
         _weights,
-        lambda: _given(aggregator=jd.upgrad(), group=False),
+        given(f"{_GIVEN} aggregator", group=False),
         {"x": EVERYTHING, "returned": CONSTANTS, "group": OPTION},
         _LOSSES,
         names=("distributed",),
     ),
-    "jacobian_engine": Call(
-        jd.engines.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}
-    ),
-    "gramian_engine": Call(jd.engines.gramian_engine, dict),
-    "weighted_engine": Call(jd.engines.weighted_engine, dict),
-    "features_engine": Call(jd.engines.features_engine, dict),
+    "jacobian_engine": Call(jd.engines.jacobian_engine, given(mode="loop", chunk_size=2), {"chunk_size": OPTION}),
+    **{
+        f"{name}_engine": Call(getattr(jd.engines, f"{name}_engine"), dict)
+        for name in ("gramian", "weighted", "features")
+    },
 }
 
 
@@ -229,110 +196,75 @@ def _accumulated(parts, params, losses, returned, **others):
     return jd.accumulate(_returning(returned, losses), parts, params=params, **others)
 
 
-def _checked(params, x, losses, returned, **others):
-    return jd.check(_returning(returned, losses), params, x, **others)
+def _stepping():
+    return partial(jd.step, **method())
 
 
-def _searched(f, losses, returned, params, x, **others):
-    return f(_returning(returned, losses), params, x, **others)
-
-
-SEARCHES = {
-    "blame": Call(partial(_searched, jd.diagnostics.blame), lambda: _given(scale=scale_state()), _OF_TWO, _LOSSES)
-}
+SEARCHES = {"blame": Call(partial(_searched, jd.diagnostics.blame), given(f"{_GIVEN} scale"), _OF_TWO, _LOSSES)}
+_STARTED = {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})}
 TRAINING = {
     "accumulate": Call(
         _accumulated,
-        lambda: {
-            "parts": [(x(),), (2 * x(),)],
-            "params": params(),
-            "losses": losses,
-            "returned": USUAL,
-            "aggregator": jd.upgrad(),
-            "state": None,
-            "scale": scale_state(),
-            "buffers": (),
-            "skip": "part",
-            "group": None,
-        },
+        given(
+            "params losses returned aggregator scale buffers group",
+            parts=lambda: [(x(),), (2 * x(),)],
+            state=None,
+            skip="part",
+        ),
         {"scale": OPTION, "state": OPTION, "group": OPTION, "returned": CONSTANTS},
         _LOSSES,
     ),
-    "check": Call(
-        _checked,
-        lambda: _argument(buffers=(), constant=()),
-        {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
-        _LOSSES,
-    ),
+    "check": Call(partial(_searched, jd.check), given(f"{_ARGUMENT} buffers constant"), _STARTED, _LOSSES),
     "train_state": Call(
-        _train_state,
-        lambda: _argument(buffers=(), constant=(), engine="auto") | method(),
-        {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
-        _LOSSES,
+        _train_state, given(f"{_ARGUMENT} buffers constant engine aggregator optimizer"), _STARTED, _LOSSES
     ),
     "step": Call(
         _step,
-        lambda: method(state=state(), x=x(), returned=USUAL, engine="auto", has_aux=False),
+        given("state x losses returned aggregator optimizer engine has_aux"),
         {"x": EVERYTHING, "returned": CONSTANTS},
         _LOSSES,
     ),
     "steps": Call(
         lambda **given: list(jd.steps(**given)),
-        lambda: {"step": partial(jd.step, **method()), "state": state(), "batches": [x()], "patience": 5},
+        given("state", step=_stepping, batches=lambda: [x()], patience=5),
         {"patience": OPTION, "batches": BATCHES},
         kinds({"step"}),
         ("step",),
     ),
     "fit": Call(
         jd.fit,
-        lambda: {
-            "step": partial(jd.step, **method()),
-            "state": state(),
-            "batches": [x()],
-            "on_step": _keep,
-            "progress": False,
-            "patience": 5,
-        },
+        given("state", step=_stepping, batches=lambda: [x()], on_step=lambda: _keep, progress=False, patience=5),
         {"patience": OPTION, "on_step": OPTION | {"class"}, "batches": BATCHES, "progress": SWITCH},
         kinds({"step", "on_step"}),
         ("step",),
     ),
     "compiled": Call(
         lambda f, backend, donate, state, x: jd.compiled(f, backend=backend, donate=donate)(state, x),
-        lambda: {"f": partial(jd.step, **method()), "backend": "eager", "donate": False, "state": state(), "x": x()},
+        given("state x", f=_stepping, backend="eager", donate=False),
         {"x": EVERYTHING, "backend": CALLABLE},
         kinds({"f", "backend"}),
         ("compiled", "step"),
     ),
-    "chosen_engine": Call(
-        _chosen,
-        lambda: {"losses": losses, "state": state(), "x": x(), "aggregator": jd.upgrad()},
-        {"x": EVERYTHING, "losses": CALLABLE},
-        _LOSSES,
-    ),
+    "chosen_engine": Call(_chosen, given("losses state x aggregator"), {"x": EVERYTHING, "losses": CALLABLE}, _LOSSES),
     "private": Call(
         _privately,
-        lambda: {
-            "loss": loss_of_one,
-            "max_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "batch_size": 4.0,
-            "optimizer": jd.sgd(0.1),
-            "key": key(0),
-            "clipping": "flat",
-        },
+        given(
+            "optimizer key",
+            loss=lambda: loss_of_one,
+            **{"max_norm": 1.0, "noise_multiplier": 1.0, "batch_size": 4.0, "clipping": "flat"},
+        ),
         dict.fromkeys(("max_norm", "batch_size"), kinds({"scalar"})) | {"noise_multiplier": NOT_NEGATIVE - {"true"}},
         kinds({"loss"}),
         ("train_state", "per_example"),
     ),
     "to_checkpoint": Call(
         jd.to_checkpoint,
-        lambda: {"state": state(), "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1), "whole": False},
+        given("state aggregator optimizer", whole=False),
         {"state": TREE | EMPTY, "aggregator": OPTION, "optimizer": OPTION, "whole": SWITCH},
     ),
     "from_checkpoint": Call(
         jd.from_checkpoint,
-        lambda: {"checkpoint": jd.to_checkpoint(state()), "like": state(), "aggregator": None, "optimizer": None},
+        given(checkpoint=lambda: jd.to_checkpoint(state()), like=state, aggregator=None, optimizer=None),
         {"aggregator": OPTION, "optimizer": OPTION},
     ),
 }

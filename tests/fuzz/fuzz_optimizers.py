@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from fuzz_values import FLOATS, NOT_NEGATIVE, OPTION, SWITCH, key, kinds, params
-from garbage import Call
+from fuzz_values import key, params
+from garbage import FLOATS, NOT_NEGATIVE, OPTION, SWITCH, Call, kinds
 
 import functional_jd as jd
 

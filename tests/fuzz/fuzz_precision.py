@@ -1,16 +1,10 @@
 """Valid calls of precision and of loss scales."""
 
-from typing import Any
-
 import torch
-from fuzz_values import EMPTY, OF_TWO, OPTION, POSITIVE, WHERE, kinds, params, rows, scale_state, tensor, values, x
-from garbage import CALLABLE, Call
+from fuzz_values import WHERE, given, params, rows, scale_state, tensor, values, x
+from garbage import CALLABLE, EMPTY, OF_TWO, OPTION, POSITIVE, Call, kinds
 
 import functional_jd as jd
-
-
-def _scaled(**entries: Any) -> dict[str, Any]:
-    return jd.precision.scale_state_to_dict(scale_state(shape=(2,))) | entries
 
 
 class _Double(torch.autograd.Function):
@@ -36,16 +30,14 @@ PRECISION = {
         {"factor": POSITIVE, "argnums": kinds({"zero", "minus_one"})},
         kinds({"f"}),
     ),
-    "scale": Call(
-        jd.precision.scale,
-        lambda: {"state": scale_state(shape=2), "tree": values()},
-        {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
-    ),
-    "unscale": Call(
-        jd.unscale,
-        lambda: {"state": scale_state(shape=2), "tree": rows()},
-        {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
-    ),
+    **{
+        f.__name__: Call(
+            f,
+            given(state=lambda: scale_state(shape=2), tree=tree),
+            {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
+        )
+        for f, tree in ((jd.precision.scale, values), (jd.unscale, rows))
+    },
     "update_scale": Call(
         jd.update_scale,
         lambda: {"state": scale_state(), "finite": tensor(True), "losses_finite": tensor(True)},
@@ -54,21 +46,17 @@ PRECISION = {
     "select": Call(jd.precision.select, lambda: {"finite": tensor(True), "new": params(), "old": params()}),
     "scale_state": Call(
         jd.scale_state,
-        lambda: {
-            "init_scale": 2.0,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 5,
-            "shape": 2,
-            "device": WHERE["now"],
-        },
+        given(
+            **{"init_scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "shape": 2},
+            device=lambda: WHERE["now"],
+        ),
         {"growth_interval": kinds({"minus_one", "zero"}), "shape": kinds({"list"}), "device": OPTION},
     ),
     "no_scale": Call(jd.precision.no_scale, lambda: {"device": WHERE["now"]}, {"device": OPTION}),
     "scale_state_to_dict": Call(jd.precision.scale_state_to_dict, lambda: {"state": scale_state()}),
     "scale_state_from_dict": Call(
         jd.precision.scale_state_from_dict,
-        lambda: {"entries": _scaled(), "shape": 2, "device": WHERE["now"]},
+        lambda: {"entries": jd.precision.scale_state_to_dict(scale_state(shape=2)), "shape": 2, "device": WHERE["now"]},
         {"shape": kinds({"list"}), "device": OPTION},
     ),
 }

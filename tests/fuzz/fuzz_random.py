@@ -1,8 +1,8 @@
 """Valid calls of keys and of what is drawn from them."""
 
 import torch
-from fuzz_values import OPTION, WHERE, key, kinds, x
-from garbage import CALLABLE, Call
+from fuzz_values import WHERE, key, x
+from garbage import CALLABLE, OPTION, Call, kinds
 
 from functional_jd import random
 

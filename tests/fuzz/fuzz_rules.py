@@ -4,28 +4,13 @@ import inspect
 from typing import Any
 
 import torch
-from fuzz_values import (
-    BELOW_1,
-    EMPTY,
-    FLOATS,
-    NOT_NEGATIVE,
-    OF_TWO,
-    OPTION,
-    POSITIVE,
-    ROWS,
-    SWITCH,
-    TREE,
-    key,
-    kinds,
-    ones,
-    rows,
-    three_rows,
-    values,
-)
-from garbage import EVERYTHING, Call
+from fuzz_values import given, key, ones, rows, three_rows, values
+from garbage import EMPTY, EVERYTHING, FLOATS, NOT_NEGATIVE, OF_TWO, OPTION, POSITIVE, SWITCH, TREE, Call, kinds
 
 import functional_jd as jd
 
+BELOW_1 = kinds({"zero", "scalar"})
+ROWS = kinds({"wrong_shape", "nans", "meta", "nested", "record"})
 # What is valid beside the numbers below, by the name of the parameter, and where a rule differs.
 FINE = {
     **dict.fromkeys(("alpha", "beta", "c", "decay", "gamma", "lambda_", "pull", "rho", "ridge"), NOT_NEGATIVE),
@@ -124,7 +109,7 @@ def _rule(name: str) -> Call:
         return jd.aggregate(rule, J, first.state, J, losses=J["b"])
 
     fine = {parameter: FINE[parameter] for parameter in hyper if parameter in FINE} | OTHERS.get(name, {})
-    return Call(use, lambda: {key: make() if callable(make) else make for key, make in hyper.items()}, fine)
+    return Call(use, given(**hyper), fine)
 
 
 RULES = {name: _rule(name) for name in NUMBERS}
@@ -134,16 +119,8 @@ for _name in ("learning_rate_annealing", "protect"):  # which look for their obj
 RULES["stateless"] = RULES["stateless"]._replace(functions=kinds({"view", "weigh"}), names=("aggregate",))
 
 
-def _aggregate(aggregator, jacobian, state, other, losses):
-    return jd.aggregate(aggregator, jacobian, state, other, losses=losses)
-
-
-def _dwa_state():
-    return jd.aggregate(jd.dwa(), rows(), losses=values()).state
-
-
-def _famo_state():
-    return jd.aggregate(jd.famo(), rows(), losses=values()).state
+def _state_of(rule: Any) -> Any:
+    return jd.aggregate(rule, rows(), losses=values()).state
 
 
 def _view(name: str, fine: dict[str, Any]) -> Call:
@@ -151,23 +128,19 @@ def _view(name: str, fine: dict[str, Any]) -> Call:
         return getattr(jd.views, name)(jacobian, other, losses=losses)
 
     names = ("aggregate", "full_jacobian", "losses", "view", name.removesuffix("_and_losses"))
-    return Call(look, lambda: {"jacobian": rows(), "other": rows(), "losses": values()}, fine, names=names)
+    return Call(look, given(jacobian=rows, other=rows, losses=values), fine, names=names)
 
 
 AGGREGATION = {
     "aggregate": Call(
-        _aggregate,
-        lambda: {
-            "aggregator": jd.dwa(),
-            "jacobian": rows(),
-            "state": _dwa_state(),
-            "other": rows(),
-            "losses": values(),
-        },
+        lambda aggregator, jacobian, state, other, losses: jd.aggregate(
+            aggregator, jacobian, state, other, losses=losses
+        ),
+        given(aggregator=jd.dwa, jacobian=rows, state=lambda: _state_of(jd.dwa()), other=rows, losses=values),
         {"jacobian": ROWS, "state": OPTION, "other": ROWS, "losses": kinds({"nans", "nested"})},
     ),
     "combine": Call(
-        lambda jacobian, weights: jd.aggregation.combine(jacobian, weights),
+        jd.aggregation.combine,
         lambda: {"jacobian": rows(), "weights": ones(2)},
         {"weights": kinds({"nans", "meta"}), "jacobian": OF_TWO},
     ),
@@ -177,26 +150,28 @@ AGGREGATION = {
     ),
     "regularized": Call(
         lambda rule, fixed: jd.aggregate(
-            jd.regularized(rule, fixed), rows(), losses={"a": ones(1)[0], "b": ones(1)[0]}
+            jd.regularized(rule, fixed), rows(), losses=dict(zip("ab", ones(2), strict=True))
         ),
         lambda: {"rule": jd.upgrad(), "fixed": {"b": 0.5}},
         {"fixed": kinds({"dict"})},  # an empty one
         names=("aggregate",),
     ),
-    "full_jacobian": _view("full_jacobian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
-    "no_gradients": _view("no_gradients", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
+    **{
+        name: _view(name, {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING})
+        for name in ("full_jacobian", "no_gradients", "gramian", "norms")
+    },
     "losses": _view("losses", {"jacobian": EVERYTHING, "other": EVERYTHING, "losses": FLOATS}),
-    "gramian": _view("gramian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
-    "norms": _view("norms", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "cross_gramian": _view("cross_gramian", {"losses": EVERYTHING}),
     **{
         f"{name}_and_losses": _view(f"{name}_and_losses", {"jacobian": ROWS, "other": EVERYTHING, "losses": FLOATS})
         for name in ("jacobian", "gramian", "norms")
     },
-    "with_losses": Call(lambda view: jd.views.with_losses(view), lambda: {"view": jd.views.norms}),
-    "dwa_end_epoch": Call(jd.dwa_end_epoch, lambda: {"state": _dwa_state()}),
+    "with_losses": Call(jd.views.with_losses, lambda: {"view": jd.views.norms}),
+    "dwa_end_epoch": Call(jd.dwa_end_epoch, given(state=lambda: _state_of(jd.dwa()))),
     "famo_after_step": Call(
-        jd.famo_after_step, lambda: {"state": _famo_state(), "losses": values()}, {"losses": kinds({"nans", "nested"})}
+        jd.famo_after_step,
+        given(state=lambda: _state_of(jd.famo()), losses=values),
+        {"losses": kinds({"nans", "nested"})},
     ),
     "objective_names": Call(jd.objective_names, lambda: {"losses": values()}, {"losses": TREE | EMPTY}),
     "diagnose": Call(

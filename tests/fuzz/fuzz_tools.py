@@ -4,8 +4,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from fuzz_values import FLOATS, OF_TWO, OPTION, SWITCH, eye, infos, kinds, ones, rows, scale_state, tensor, zeros
-from garbage import CALLABLE, EVERYTHING, Call
+from fuzz_values import eye, given, infos, ones, rows, scale_state, tensor, zeros
+from garbage import CALLABLE, EVERYTHING, FLOATS, OF_TWO, OPTION, SWITCH, Call, kinds
 from hypothesis import Phase, settings
 from matplotlib import pyplot as plt
 
@@ -42,16 +42,12 @@ def _infos() -> tuple[jd.StepInfo, ...]:
     return tuple(infos())
 
 
-def _records() -> list[jd.StepInfo]:
-    return list(_infos())
-
-
-def _scales() -> list[jd.precision.ScaleState]:
-    return [scale_state(), scale_state()]
-
-
 def _points() -> torch.Tensor:
     return tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
+
+
+def _rules() -> dict[str, jd.Aggregator]:
+    return {"mean": jd.mean()}
 
 
 def _problem() -> plotting.Problem:
@@ -61,13 +57,7 @@ def _problem() -> plotting.Problem:
 PLOTTING = {
     "cone": _plot(
         plotting.cone,
-        lambda: {
-            "jacobian": {"w": rows()["w"]},
-            "rules": {"mean": jd.mean()},
-            "ax": _axes(),
-            "names": ["a", "b"],
-            "losses": ones(2),
-        },
+        given(jacobian=lambda: {"w": rows()["w"]}, rules=_rules, ax=_axes, names=["a", "b"], losses=lambda: ones(2)),
         {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES},
     ),
     "descend": Call(
@@ -81,19 +71,15 @@ PLOTTING = {
         {"names": NAMES, "reference": OPTION},
     ),
     "history": _plot(
-        plotting.history, lambda: {"infos": _records(), "states": _scales(), "ax": _five_axes()}, {"states": OPTION}
+        plotting.history,
+        lambda: {"infos": list(_infos()), "states": [scale_state(), scale_state()], "ax": _five_axes()},
+        {"states": OPTION},
     ),
     "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
     "trajectories": _plot(
         plotting.trajectories,
-        lambda: {
-            "problem": _problem(),
-            "rules": {"mean": jd.mean()},
-            "ax": _axes(),
-            "contours": False,
-            "legend": False,
-        },
+        given(problem=_problem, rules=_rules, ax=_axes, contours=False, legend=False),
         {"rules": kinds({"dict"}), "contours": SWITCH, "legend": SWITCH},
     ),
 }
@@ -120,12 +106,8 @@ def _law(name: str) -> Call:
 _FAST = settings(max_examples=1, database=None, phases=[Phase.generate], deadline=None)
 
 
-def _obeys(rule, law, jacobians, hyper, settings):
-    testing.obeys(rule, law, jacobians=jacobians, hyper=hyper, settings=settings)
-
-
-def _laws_of(rule, law, jacobians, hyper, settings):
-    testing.laws_of(rule, law, jacobians=jacobians, hyper=hyper, settings=settings)
+def _lawful(f: Any, fine: dict[str, Any]) -> Call:
+    return Call(lambda rule, law, **how: f(rule, law, **how), _subject, fine, kinds({"rule", "law"}))
 
 
 def _subject() -> dict[str, Any]:
@@ -142,8 +124,8 @@ LAWS = [law.__name__ for law in (*testing.ALWAYS, *testing.BY_CLAIM, testing.dif
 
 TESTING = {
     **{name: _law(name) for name in LAWS},
-    "obeys": Call(_obeys, _subject, {"law": CALLABLE, "jacobians": OPTION, "settings": OPTION}, kinds({"rule", "law"})),
-    "laws_of": Call(_laws_of, _subject, {"law": CALLABLE - {"module"}, "jacobians": OPTION}, kinds({"rule", "law"})),
+    "obeys": _lawful(testing.obeys, {"law": CALLABLE, "jacobians": OPTION, "settings": OPTION}),
+    "laws_of": _lawful(testing.laws_of, {"law": CALLABLE - {"module"}, "jacobians": OPTION}),
     "hyper_parameters_are_values": Call(
         testing.hyper_parameters_are_values,
         lambda: {"build": jd.uw, "hyper": {"rate": 0.5}, "jacobian": rows(), "losses": ones(2)},

@@ -1,12 +1,10 @@
-"""Valid values of arguments, and the kinds of garbage that are valid in the place of some."""
+"""Valid values of arguments."""
 
 from typing import Any
 
 import torch
 
 import functional_jd as jd
-
-kinds = frozenset
 
 WHERE = {"now": "cpu"}
 """Where the values below are made."""
@@ -18,20 +16,6 @@ def _there(make: Any) -> Any:
 
 tensor, ones, zeros, eye = map(_there, (torch.tensor, torch.ones, torch.zeros, torch.eye))
 key, scale_state = _there(jd.random.key), _there(jd.scale_state)
-
-# What is valid beside the number in the table.
-SWITCH = kinds({"true"})
-OPTION = kinds({"none"})
-POSITIVE = kinds({"true", "scalar"})  # a bool is a number of Python
-NOT_NEGATIVE = POSITIVE | {"zero"}
-BELOW_1 = kinds({"zero", "scalar"})
-TREE = kinds({"wrong_shape", "integers", "complex", "sparse", "scalar", "empty", "nans", "meta", "nested", "record"})
-FLOATS = kinds({"wrong_shape", "scalar", "empty", "nans", "meta", "nested", "record"})
-ROWS = kinds({"wrong_shape", "nans", "meta", "nested", "record"})
-
-EMPTY = kinds({"none", "list", "dict"})  # pytrees without leaves
-OF_TWO = kinds({"nans", "nested", "record", "meta"})
-BATCHES = kinds({"list", "dict", "parameters", "sparse", "empty"})
 
 
 def params() -> dict[str, Any]:
@@ -72,3 +56,19 @@ def state(**others: Any) -> jd.TrainState:
 
 def infos(n: int = 2) -> list[jd.StepInfo]:
     return [jd.step(state(), x(), **method())[1] for _ in range(n)]
+
+
+USUAL = object()
+"""Stands for what losses usually return. Garbage in its place is what they return too."""
+
+VALID: dict[str, Any] = {
+    **{"aggregator": jd.upgrad, "losses": lambda: losses, "optimizer": lambda: jd.sgd(0.1), "params": params},
+    **{"returned": lambda: USUAL, "scale": scale_state, "state": state, "x": x, "key": lambda: key(0)},
+    **{"buffers": (), "constant": (), "engine": "auto", "has_aux": False, "group": None},
+}
+
+
+def given(names: str = "", /, **own: Any) -> Any:
+    """A function that makes valid arguments: the usual ones of these names, and others. A callable makes its value."""
+    makers = {name: VALID[name] for name in names.split()} | own
+    return lambda: {name: make() if callable(make) else make for name, make in makers.items()}

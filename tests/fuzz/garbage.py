@@ -60,6 +60,18 @@ GARBAGE: dict[str, Callable[[], Any]] = {
 
 EVERYTHING = frozenset(GARBAGE)
 CALLABLE = frozenset({"class", "function", "module", "builder"})
+kinds = frozenset
+
+# What is valid beside the number in the table.
+SWITCH = kinds({"true"})
+OPTION = kinds({"none"})
+POSITIVE = kinds({"true", "scalar"})  # a bool is a number of Python
+NOT_NEGATIVE = POSITIVE | {"zero"}
+TREE = kinds({"wrong_shape", "integers", "complex", "sparse", "scalar", "empty", "nans", "meta", "nested", "record"})
+FLOATS = kinds({"wrong_shape", "scalar", "empty", "nans", "meta", "nested", "record"})
+EMPTY = kinds({"none", "list", "dict"})  # pytrees without leaves
+OF_TWO = kinds({"nans", "nested", "record", "meta"})
+BATCHES = kinds({"list", "dict", "parameters", "sparse", "empty"})
 
 
 class Call(NamedTuple):

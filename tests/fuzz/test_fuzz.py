@@ -28,18 +28,9 @@ from torch.utils._pytree import tree_leaves
 import functional_jd
 
 # A name is called where it stands first: at the top level, or in the package that it belongs to.
-PLACES = [
-    "",
-    ".aggregation",
-    ".aggregators",
-    ".diagnostics",
-    ".engines",
-    ".objectives",
-    ".optimizers",
-    ".precision",
-    ".views",
-]
-LISTED = {f"functional_jd{place}": importlib.import_module(f"functional_jd{place}").__all__ for place in PLACES}
+PLACES = ["aggregation", "aggregators", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
+HOMES = ["functional_jd", *(f"functional_jd.{place}" for place in PLACES)]
+LISTED = {home: importlib.import_module(home).__all__ for home in HOMES}
 TABLE = {**RULES, **AGGREGATION, **OPTIMIZERS, **PRECISION, **OBJECTIVES, **ENGINES, **SEARCHES, **TRAINING}
 
 
@@ -96,9 +87,7 @@ def no_figures():
 def test_garbage_is_refused_by_name_or_taken_for_a_reason(home, name):
     call = CALLS[home][name]
     call.f(**call.valid())
-    found = {
-        (name, argument, kind): outcome(name, call, argument, kind) for argument in call.valid() for kind in GARBAGE
-    }
+    found = {(argument, kind): outcome(name, call, argument, kind) for argument in call.valid() for kind in GARBAGE}
     assert {key: result for key, result in found.items() if result != "good"} == {}
 
 
@@ -127,16 +116,9 @@ def test_a_function_finds_on_a_device_what_it_finds_on_the_cpu(home, name, monke
 
 
 def test_no_public_function_is_forgotten():
-    packages = [
-        functional_jd.__name__,
-        *(f"functional_jd.{m.name}" for m in pkgutil.iter_modules(functional_jd.__path__)),
-    ]
-    public = {
-        (home, name)
-        for home in packages
-        if home != "functional_jd.__main__"
-        for name in getattr(importlib.import_module(home), "__all__", [])
-    }
+    modules = {f"functional_jd.{m.name}" for m in pkgutil.iter_modules(functional_jd.__path__)}
+    packages = {"functional_jd", *modules} - {"functional_jd.__main__"}
+    public = {(home, name) for home in packages for name in getattr(importlib.import_module(home), "__all__", [])}
     again = {(home, name) for home, names in LISTED.items() for name in names if home_of(name) != home}
     forgotten = {(home, name) for home, name in public - again - set(EVERY) if name not in EXCLUDED}
     assert forgotten == set()
@@ -161,15 +143,11 @@ def test_garbage_is_judged():
 
         return Call(f, lambda: {"x": 1})
 
-    ours = TypeError("f: x must be a number, found None. Pass 1.")
-    assert outcome("g", raising(ours), "x", "none") == f"TypeError: {ours}"
-    assert outcome("f", raising(ours), "x", "none") == "good"
-    assert outcome("f", raising(TypeError("f: x must be a number, found None")), "x", "none").startswith("TypeError")
-    assert outcome("f", raising(RuntimeError("f: x must be a number, found None. Pass 1.")), "x", "none").startswith(
-        "Run"
-    )
-    assert outcome("f", raising(AttributeError("'NoneType' object has no attribute 'y'")), "x", "none").startswith(
-        "Attr"
-    )
+    words = "f: x must be a number, found None. Pass 1."
+    assert outcome("g", raising(TypeError(words)), "x", "none") == f"TypeError: {words}"
+    assert outcome("f", raising(TypeError(words)), "x", "none") == "good"
+    without_a_cure = TypeError("f: x must be a number, found None")
+    for error in (without_a_cure, RuntimeError(words), AttributeError("'NoneType' object has no attribute 'y'")):
+        assert outcome("f", raising(error), "x", "none").startswith(type(error).__name__)
     assert outcome("f", raising(None), "x", "true") == "accepted"
     assert torch.is_tensor(GARBAGE["nans"]())

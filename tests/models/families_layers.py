@@ -108,10 +108,8 @@ class Grouped(nn.Module):
 
     def rotate(self, x):
         angle = torch.arange(x.shape[2], dtype=x.dtype)[:, None]
-        even, odd = x[..., ::2], x[..., 1::2]
-        return torch.stack(
-            [even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1
-        ).flatten(-2)
+        even, odd, cos, sin = x[..., ::2], x[..., 1::2], angle.cos(), angle.sin()
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 
     def forward(self, x):
         q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)

@@ -83,33 +83,30 @@ class Reference:
 
     def check_rows(self, mode: str) -> list[Found]:
         found, (values, buffers) = fj.jacobian_fn(self.losses, has_aux=True, mode=mode)(*self.given)
-        return [
-            *rows_apart(mode, flat(found), self.rows, self.row_bounds),
-            *self.others(mode, values, buffers),
-        ]
+        return [*rows_apart(mode, flat(found), self.rows, self.row_bounds), *self.others(mode, values, buffers)]
 
     @property
     def given(self) -> tuple[Any, ...]:
         return self.params, self.buffers, self.key, self.x
 
     def others(self, name: str, values: Any, buffers: Any) -> list[Found]:
-        values = torch.stack([values[name].double() for name in sorted(values)])
-        expected = [x for _, x, _ in self.moved]
-        by_name = [
-            torch.cat([x[n].double().flatten() for n in sorted(x)] or [torch.zeros(1)]) for _, _, x in self.moved
-        ]
-        mine = torch.cat([buffers[n].double().flatten() for n in sorted(buffers)] or [torch.zeros(1)])
+        joined = lambda tree: torch.cat([tree[n].double().flatten() for n in sorted(tree)] or [torch.zeros(1)])
+        values, mine = joined(values), joined(buffers)
+        expected, by_name = [x for _, x, _ in self.moved], [joined(x) for _, _, x in self.moved]
         return [
             Found(f"{name} losses", float((values - expected[0]).norm()), float(self.spread(expected))),
             Found(f"{name} buffers", float((mine - by_name[0]).norm()), float(self.spread(by_name))),
         ]
 
     def check_gramian(self, differentiable: bool = False) -> list[Found]:
-        gramian, (values, buffers), pullback = fj.gramian_fn(self.losses, has_aux=True)(*self.points(differentiable))
+        gramian, aux, pullback = fj.gramian_fn(self.losses, has_aux=True)(*self.points(differentiable))
+        return self.products("", gramian, aux, pullback(WEIGHTS)[0])
+
+    def products(self, name: str, gramian: Tensor, aux: Any, direction: Any) -> list[Found]:
         return [
-            gramian_apart("gramian", gramian, self.rows, self.row_bounds),
-            sum_apart("pullback", pullback(WEIGHTS)[0], self.rows, self.row_bounds),
-            *self.others("gramian", values, buffers),
+            gramian_apart(f"{name}gramian", gramian, self.rows, self.row_bounds),
+            sum_apart(f"{name}pullback", direction, self.rows, self.row_bounds),
+            *self.others(f"{name}gramian", *aux),
         ]
 
     def points(self, differentiable: bool) -> tuple[Any, ...]:
@@ -124,23 +121,17 @@ class Reference:
 
         torch._dynamo.reset()
         take = torch.compile(run, backend="aot_eager", fullgraph=True)
-        gramian, (values, buffers), direction = take(*self.given)
+        found = take(*self.given)
         with torch._dynamo.config.patch(error_on_recompile=True):
             take(*self.given[:2], fj.random.split(self.key, 2)[1], self.x.flip(0))
-        return [
-            gramian_apart("compiled gramian", gramian, self.rows, self.row_bounds),
-            sum_apart("compiled pullback", direction, self.rows, self.row_bounds),
-            *self.others("compiled gramian", values, buffers),
-        ]
+        return self.products("compiled ", *found)
 
     def check_weighted(self) -> list[Found]:
         (values, buffers), pullback = fj.weighted_fn(self.losses, has_aux=True)(*self.given)
         direction, finite = pullback(WEIGHTS)
         assert bool(finite.all())
-        return [
-            sum_apart("weighted", direction, self.rows, self.row_bounds),
-            *self.others("weighted", values, buffers),
-        ]
+        apart = sum_apart("weighted", direction, self.rows, self.row_bounds)
+        return [apart, *self.others("weighted", values, buffers)]
 
     @cached_property
     def by_example(self) -> tuple[Any, Tensor, Tensor]:
@@ -287,10 +278,8 @@ def moved(module: Any, seed: int | None, by: float) -> Any:
 def gradients(value: Tensor, module: Any) -> list[Tensor]:
     found = torch.autograd.grad(value, list(module.parameters()), retain_graph=True, materialize_grads=True)
     names = [name for name, _ in module.named_parameters()]
-    return [
-        found[k].to_dense() if found[k].is_sparse else found[k]
-        for k in sorted(range(len(names)), key=names.__getitem__)
-    ]
+    by_name = (found[k] for k in sorted(range(len(names)), key=names.__getitem__))
+    return [x.to_dense() if x.is_sparse else x for x in by_name]
 
 
 def real(x: Tensor) -> Tensor:

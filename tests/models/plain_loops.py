@@ -106,17 +106,14 @@ def functional_losses(problem, module, constant, in_place_of_the_module=False):
     return losses
 
 
-def start_of(problem, seed=0, wrap=lambda f: f, in_place_of_the_module=False, **method):
+def start_of(problem, seed=0, in_place_of_the_module=False, **method):
     """The losses as `step` takes them, and the state that the first step takes."""
     module = problem.module(seed)
     params, constant = fj.objectives.partition(dict(module.named_parameters()), lambda _, p: p.requires_grad)
     constant = {name: p.detach() for name, p in constant.items()}
-    losses = wrap(functional_losses(problem, module, constant, in_place_of_the_module))
-    method = {"losses": losses, **method}
+    method["losses"] = functional_losses(problem, module, constant, in_place_of_the_module)
     buffers = dict(module.named_buffers())
-    scale = method.pop("scale", None)
-    key = keys(1)[0]
-    return method, fj.train_state(params, key, *problem.batches[0], buffers=buffers, scale=scale, **method)
+    return method, fj.train_state(params, keys(1)[0], *problem.batches[0], buffers=buffers, **method)
 
 
 def our_loop(problem, method, state, compiled=False, **options):

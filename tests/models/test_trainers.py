@@ -138,9 +138,8 @@ def test_autocast_around_the_losses_gives_the_weights_of_float16(around):
     with torch.autocast("cpu", torch.float16):
         exact = cheap(dict(net.named_parameters()), *batch)
     with torch.autocast("cpu", torch.float16, enabled=around == "a with"):
-        found = jd.weights_fn(losses, session["rule"])(
-            dict(net.named_parameters()), *batch, scale=jd.scale_state(2.0**8)
-        )
+        weights_of = jd.weights_fn(losses, session["rule"])
+        found = weights_of(dict(net.named_parameters()), *batch, scale=jd.scale_state(2.0**8))
     assert torch.equal(found.losses, exact) == (around != "nothing")
 
 

@@ -1,12 +1,14 @@
 """Public reports on functional calls, vmap, random numbers, checkpoints and gradients of examples: see README.md."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as jd
@@ -141,19 +143,17 @@ def test_checkpoints_and_offloaded_activations_in_losses(examples):
     plain.load_state_dict(net.state_dict())
     rule = jd.clipped(0.1) if examples else jd.upgrad()
 
-    def losses_of(module, offload=False):
+    def losses_of(module, around=nullcontext):
         apply = jd.functional(module)
 
         def loss(p, x):
-            if offload:
-                with torch.autograd.graph.save_on_cpu():
-                    return apply(p, {}, x)[0].square()
-            return apply(p, {}, x)[0].square()
+            with around():
+                return apply(p, {}, x)[0].square()
 
         return jd.per_example(lambda p, x: loss(p, x).sum()) if examples else lambda p, x: loss(p, x).mean(0)
 
     expected = taken(losses_of(plain), values_of(net), x, rule=rule)
-    for losses in (losses_of(net), losses_of(plain, offload=True)):
+    for losses in (losses_of(net), losses_of(plain, torch.autograd.graph.save_on_cpu)):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", jd.SlowPathWarning)
             found = taken(losses, values_of(net), x, rule=rule)
@@ -165,10 +165,8 @@ def test_checkpoints_and_offloaded_activations_in_losses(examples):
 
 def test_batch_normalization_in_an_ensemble_and_in_losses_of_examples():
     torch.manual_seed(0)
-    net, x = (
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
-        torch.randn(6, 3, dtype=DOUBLE),
-    )
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    x = torch.randn(6, 3, dtype=DOUBLE)
     apply, params = jd.functional(net), values_of(net)
     buffers = {name: b.expand(2, *b.shape) for name, b in net.named_buffers()}
     several = {name: torch.stack([p, p + 0.1]) for name, p in params.items()}
@@ -218,9 +216,8 @@ def test_sharpness_aware_losses_of_several_tasks():
 def test_states_hold_no_graph_and_no_memory_of_later_states(optimizer):
     how = {"losses": lambda p: {"a": p.square().sum(), "b": (p - 1).square().sum()}, "aggregator": jd.upgrad()}
     first, _ = jd.step(jd.train_state(torch.ones(3), optimizer=optimizer, **how), optimizer=optimizer, **how)
-    leaves = torch.utils._pytree.tree_leaves(first)
-    kept, state = [x.clone() for x in leaves], first
+    kept, state = [x.clone() for x in tree_leaves(first)], first
     for _ in range(3):
         state, _ = jd.step(state, optimizer=optimizer, **how)
-    assert all(torch.equal(x, y) for x, y in zip(kept, leaves, strict=True))
-    assert all(x.grad_fn is None for x in torch.utils._pytree.tree_leaves(state))
+    assert all(map(torch.equal, kept, tree_leaves(first)))
+    assert all(x.grad_fn is None for x in tree_leaves(state))

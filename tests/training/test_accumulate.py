@@ -102,9 +102,8 @@ def test_a_part_that_is_not_finite_flags_its_loss_alone_and_moves_nothing(rule, 
     start = jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=scale)
     bad = Y.clone()
     bad[5, 1] = poison
-    found = jd.accumulate(
-        plain, parts(of=(X, bad)), params=SHARED, aggregator=rule, state=start.state, scale=start.scale
-    )
+    went_on = {"state": start.state, "scale": start.scale}
+    found = jd.accumulate(plain, parts(of=(X, bad)), params=SHARED, aggregator=rule, **went_on)
     assert found.finite.tolist() == [True, False, True]
     assert not found.moved
     torch.testing.assert_close((found.state, found.scale), (start.state, start.scale), rtol=0, atol=0)
@@ -144,37 +143,30 @@ def test_a_part_that_is_not_finite_can_be_left_out_alone(kind, rule, shape):
             assert found.finite.tolist() == flags(True, False, True)
         lower = found.scale.scale < 2.0**100
         assert shape is None or torch.equal(lower, ~found.finite if halved else found.finite & False)
-    every = call([(x, torch.full_like(y, torch.nan))], state=start, skip="part")
+    every, again = (call(p, state=start, skip="part") for p in ([(x, torch.full_like(y, torch.nan))], parts(of=(x, y))))
     assert not every.moved
     torch.testing.assert_close(every.state, start, rtol=0, atol=0)
-    again = call(parts(of=(x, y)), state=start, skip="part")
     torch.testing.assert_close(again[:-1], call(parts(of=(x, y)), state=start)[:-1])
 
 
-def test_weights_that_are_not_finite_leave_out_no_part():
-    scale = jd.scale_state(2.0, shape=3)
+def test_buffers_of_a_part_that_is_left_out_go_with_it_and_weights_that_are_not_finite_leave_out_none():
+    scale, bad = jd.scale_state(2.0, shape=3), Y.clone()
     negative = lambda p, x, y: {name: loss - 100 for name, loss in plain(p, x, y).items()}
     found = jd.accumulate(negative, parts(), params=SHARED, aggregator=jd.geometric_mean(), scale=scale, skip="part")
     assert not found.moved
     assert torch.equal(found.scale.scale, scale.scale)
-
-
-def test_buffers_of_a_part_that_is_left_out_go_with_it():
     count = lambda p, n, x, y: (plain(p, x, y), n + len(x))
-    bad = Y.clone()
     bad[11] = torch.nan
-    how = {"params": SHARED, "aggregator": jd.mean(), "buffers": torch.zeros(())}
-    assert jd.accumulate(count, parts(of=(X, bad)), skip="part", **how).buffers == 9
-    assert jd.accumulate(count, parts(of=(X, bad)), **how).buffers == 0
+    for skip, counted in (("part", 9), ("step", 0)):
+        how = {"params": SHARED, "aggregator": jd.mean(), "buffers": torch.zeros(()), "skip": skip}
+        assert jd.accumulate(count, parts(of=(X, bad)), **how).buffers == counted
 
 
 def test_buffers_and_keys_go_from_part_to_part():
     def counted(params, buffers, x, y):
         noise = jd.random.normal(buffers["key"], x.shape, dtype=x.dtype)
-        return plain(params, x + 0.1 * noise, y), {
-            "count": buffers["count"] + len(x),
-            "key": jd.random.split(buffers["key"])[0],
-        }
+        later = jd.random.split(buffers["key"])[0]
+        return plain(params, x + 0.1 * noise, y), {"count": buffers["count"] + len(x), "key": later}
 
     buffers = {"count": torch.zeros(()), "key": jd.random.key(0)}
     for rule in (jd.mean(), jd.stch(), jd.upgrad()):
@@ -221,26 +213,19 @@ def test_on_an_accelerator(rule):
         own, params, of_device, scale = device.put((HEADS, SHARED, parts(), jd.scale_state(shape=3)))
         there = lambda p, x, y: heads(own, trunk(p, x), x, y)
         found = jd.accumulate(there, of_device, params=params, aggregator=rule, scale=scale)
-        check_same(
-            device.get(found),
-            jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=jd.scale_state(shape=3)),
-        )
+        here = jd.accumulate(plain, parts(), params=SHARED, aggregator=rule, scale=jd.scale_state(shape=3))
+        check_same(device.get(found), here)
 
 
 def test_what_is_refused():
-    call = lambda p, losses=plain, **more: jd.accumulate(
-        losses, p, **({"params": SHARED, "aggregator": jd.upgrad()} | more)
-    )
+    usual = {"params": SHARED, "aggregator": jd.upgrad()}
+    call = lambda p, losses=plain, **more: jd.accumulate(losses, p, **(usual | more))
     some = lambda params, x, y: plain(params, x, y) if len(x) == 3 else {"a": plain(params, x, y)["a"]}
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
         (lambda: call(parts(), params={"w": torch.nn.Parameter(X, False)}), ValueError, "frozen 'w'"),
-        (
-            lambda: call([(X[:3], Y[:3]), (X[:4], Y[:4])], some),
-            ValueError,
-            r"the same losses.*return 0 \* another loss",
-        ),
+        (lambda: call([(X[:3], Y[:3]), (X, Y)], some), ValueError, r"the same losses.*return 0 \* another loss"),
         (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, r"no scale \[m\]"),
         (lambda: call(parts(), KINDS["per_example"][0], skip="part"), ValueError, "no skip='part', found one"),
         (lambda: call(parts(), skip="all"), ValueError, "skip must be one of step, part"),
@@ -249,6 +234,10 @@ def test_what_is_refused():
     for make, kind, words in cases:
         with pytest.raises(kind, match=words):
             make()
+    net = torch.nn.Linear(3, 2)
+    params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.ones(4, 3)
+    with pytest.raises(ValueError, match="accumulate: the losses must depend on the parameters, found no loss"):
+        call([(x,)] * 2, lambda p, x: net(x).square().mean(0), params=params)
 
 
 @pytest.mark.parametrize("rule", [jd.mean, jd.uw, jd.geometric_mean, jd.upgrad])
@@ -264,11 +253,3 @@ def test_losses_may_contain_derivatives_by_their_batch(rule):
     expected = jd.accumulate(whole, [(x,)], params=params, aggregator=rule())
     check_same(found.direction["w"], expected.direction["w"])
     assert not found.losses["equation"].requires_grad
-
-
-def test_losses_that_do_not_depend_on_the_parameters_raise_where_a_rule_starts():
-    net = torch.nn.Linear(3, 2)
-    params, parts = {name: p.detach() for name, p in net.named_parameters()}, [(torch.ones(4, 3),)] * 2
-    losses = lambda p, x: net(x).square().mean(0)
-    with pytest.raises(ValueError, match="accumulate: the losses must depend on the parameters, found no loss"):
-        jd.accumulate(losses, parts, params=params, aggregator=jd.upgrad())

@@ -22,23 +22,11 @@ def graph_of(f, *inputs):
     return make_fx(f, tracing_mode="fake")(*inputs)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_other_backends_donate_nothing(backend):
-    with pytest.raises(ValueError, match=r"^compiled: donate must be False unless backend='cudagraphs'"):
-        jd.compiled(torch.sin, backend=backend, donate=True)
-
-
 WAITING = {
     "aten._linalg_eigh": lambda x: torch.linalg.eigh(x)[0],
     "aten._linalg_svd": lambda x: torch.linalg.svdvals(x),
     "aten.cholesky_solve": lambda x: torch.cholesky_solve(x, x),
 }
-
-
-@pytest.mark.parametrize("name", WAITING)
-def test_operators_that_wait_are_named(name):
-    with pytest.raises(ValueError, match=f"^compiled: the function must not wait .*, found {name}"):
-        prepare_capture(graph_of(WAITING[name], torch.eye(3)))
 
 
 def test_constants_go_to_the_device_before_the_capture():
@@ -64,22 +52,23 @@ def test_constants_go_to_the_device_before_the_capture():
         prepare_capture(fx.GraphModule(torch.nn.Module(), crossing))
 
 
-def test_a_search_on_the_host_is_named_unless_it_has_a_form_for_devices():
+def test_what_waits_is_named_and_a_search_on_the_host_unless_it_has_a_form_for_devices():
+    for name, f in WAITING.items():
+        with pytest.raises(ValueError, match=f"^compiled: the function must not wait .*, found {name}"):
+            prepare_capture(graph_of(f, torch.eye(3)))
     J = torch.randn(3, 4, dtype=torch.float64)
     for rule in (jd.upgrad(), jd.upgrad(solver="device"), jd.mean()):
-        graph = graph_of(partial(direction, rule), J)
-        prepare_capture(graph)
-    graph = graph_of(partial(direction, jd.config()), J)
+        prepare_capture(graph_of(partial(direction, rule), J))
     with pytest.raises(ValueError, match="must not wait"):
-        prepare_capture(graph)
+        prepare_capture(graph_of(partial(direction, jd.config()), J))
 
 
-def test_tensors_elsewhere_are_named():
+def test_what_cannot_be_captured_or_donated_is_named():
+    for backend in ("eager", "inductor"):
+        with pytest.raises(ValueError, match=r"^compiled: donate must be False unless backend='cudagraphs'"):
+            jd.compiled(torch.sin, backend=backend, donate=True)
     with pytest.raises(ValueError, match="all tensors must be on one CUDA device with backend='cudagraphs', found cpu"):
         check_inputs([torch.ones(2)])
-
-
-def test_what_is_donated_has_a_result_like_it():
     state = {"a": torch.ones(2), "b": (torch.ones(3), 1.0)}
     assert count_donated((state,), (state, "more")) == count_donated((state,), state) == 2
     for other in (state | {"b": (torch.ones(3, dtype=torch.float64), 1.0)}, {"a": torch.ones(2)}, "state"):
@@ -87,7 +76,11 @@ def test_what_is_donated_has_a_result_like_it():
             count_donated((state,), (other, state))
 
 
-def test_a_donated_tensor_raises_when_it_is_read():
+def test_a_donated_tensor_raises_when_it_is_read_and_sparse_results_are_not_joined():
+    results = [torch.ones(2), torch.eye(2).to_sparse(), torch.zeros(())]
+    groups, joined = captured.joined_bytes(results, 0)
+    assert [places for places, *_ in groups] == [[0], [2]]
+    assert joined.view(torch.float32).tolist() == [1.0, 1.0, 0.0]
     x, keeps = torch.ones(2), torch.zeros(1)
     x.__class__ = Donated
     for read in (lambda: x + 1, lambda: x.sum(), lambda: x.shape, lambda: torch.cat([x, keeps]), lambda: x[0]):
@@ -138,10 +131,9 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
         torch.testing.assert_close(found.losses, info.losses)
         torch.testing.assert_close(state.params["w"], expected.params["w"])
         if donate:
-            with pytest.raises(RuntimeError, match="has donated"):
-                before.params["w"].sum()
-            with pytest.raises(RuntimeError, match="has donated"):
-                take(before, x)
+            for read in (before.params["w"].sum, lambda before=before, x=x: take(before, x)):
+                with pytest.raises(RuntimeError, match="has donated"):
+                    read()
         else:
             assert before.params["w"].isfinite().all()
     assert len(take.graphs) == 2
@@ -179,8 +171,9 @@ def test_a_tensor_of_a_closure_that_moves_raises(without_a_gpu):
         take(torch.ones(2))
 
 
-def steps_of_two_leaves(skipped=False, reads_old=False):
-    """A step of a model with two leaves, and a state like those that it takes and returns."""
+@pytest.mark.parametrize("reads_old", [False, True])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_donated_parameters_move_where_they_are_unless_the_old_ones_are_read(skipped, reads_old):
     losses = lambda p, x: {"a": (p["w"] @ x).square().sum() + p["b"].sum(), "b": p["w"].abs().sum()}
     how = {"losses": losses, "aggregator": jd.mean(), "optimizer": jd.adamw(1e-2)}
     x = torch.full((3,), torch.inf if skipped else 1.0)
@@ -190,13 +183,6 @@ def steps_of_two_leaves(skipped=False, reads_old=False):
         new, info = jd.step(state, x, **how)
         return (new, info, new.params["w"] - state.params["w"]) if reads_old else (new, info)
 
-    return take, state, x
-
-
-@pytest.mark.parametrize("reads_old", [False, True])
-@pytest.mark.parametrize("skipped", [False, True])
-def test_donated_parameters_move_where_they_are_unless_the_old_ones_are_read(skipped, reads_old):
-    take, state, x = steps_of_two_leaves(skipped, reads_old)
     leaves, structure = tree_flatten((state, x))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     graph = graph_of(lambda *given: tree_leaves(take(*tree_unflatten(structure, given))), *tensors)
@@ -231,10 +217,3 @@ def test_a_donated_tensor_that_is_a_direction_is_not_moved_where_it_is():
     captured.write_donated(graph, len(given))
     assert "functional_jd.fused_adamw.default" in {str(node.target) for node in graph.graph.nodes}
     assert all(map(torch.equal, graph(*[x.clone() for x in given]), expected))
-
-
-def test_sparse_results_are_not_joined():
-    results = [torch.ones(2), torch.eye(2).to_sparse(), torch.zeros(())]
-    groups, joined = captured.joined_bytes(results, 0)
-    assert [places for places, *_ in groups] == [[0], [2]]
-    assert joined.view(torch.float32).tolist() == [1.0, 1.0, 0.0]

@@ -9,14 +9,12 @@ from functional_jd.training.driver import _finite_values
 INF, NAN = torch.inf, torch.nan
 
 
-@pytest.mark.parametrize("values", [[1.0, INF, -INF, NAN, -3e38, 0.0]])
-def test_losses_are_finite_one_by_one_in_every_structure(values):
-    expected = [True, False, False, False, True, True]
-    scale = torch.ones(6)
+def test_losses_are_finite_one_by_one_in_every_structure():
+    values = [1.0, INF, -INF, NAN, -3e38, 0.0]
     as_dict = {f"{index}": torch.tensor(x) for index, x in enumerate(values)}
     parted = [torch.tensor(values[:2]), torch.tensor(values[2]), torch.tensor([values[3:]])]
     for losses in (torch.tensor(values), as_dict, parted):
-        assert _finite_values(losses, scale).tolist() == expected
+        assert _finite_values(losses, torch.ones(6)).tolist() == [True, False, False, False, True, True]
         assert _finite_values(losses, torch.ones(())).item() is False
     # Of two replicas, one scale for the losses of both: all of them must be finite.
     assert _finite_values(torch.tensor(values), torch.ones(3)).tolist() == [False, False, False]
@@ -32,25 +30,6 @@ def losses(params, x):
     return J @ params["w"] * x
 
 
-@pytest.mark.parametrize(("engine", "rule"), [("jacobian", fj.upgrad), ("gramian", fj.upgrad), ("jacobian", fj.mean)])
-def test_each_row_s_flag_is_its_own_and_one_scale_has_one(engine, rule):
-    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(1.0), "engine": engine}
-    x = torch.tensor([1.0, 1e30])
-    for shape, flags, scales in (((2,), [True, False], [2.0**40, 2.0**39]), ((), False, 2.0**39)):
-        scale = fj.scale_state(2.0**40, shape=shape)
-        state = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=scale, **how)
-        after, info = fj.step(state, x, **how)
-        assert info.finite.tolist() == flags
-        assert not info.moved
-        assert after.scale.scale.tolist() == scales
-    # A loss that is itself infinite leaves its scale alone.
-    state = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=fj.scale_state(shape=(2,)), **how)
-    infinite = lambda params, x: J @ params["w"] + x
-    after, info = fj.step(state, torch.tensor([-INF, 0.0]), **(how | {"losses": infinite}))
-    assert (info.moved.item(), info.finite.tolist()) == (False, [False, True])
-    assert after.scale.scale.tolist() == state.scale.scale.tolist()
-
-
 def test_a_rule_starts_from_rows_without_their_scale():
     """`db_mtl` and `gradnorm` keep what they see first."""
     how = {"losses": lambda p, x: losses(p, x) + 1, "aggregator": fj.gradnorm(), "optimizer": fj.sgd(1.0)}
@@ -63,26 +42,18 @@ def test_a_rule_starts_from_rows_without_their_scale():
         torch.testing.assert_close(begun.aggregator.weights, fj.aggregate(fj.upgrad(), J).weights)
 
 
-def by_place(x):
-    """The derivative by a place, as potentials and physics take it; the place comes in the batch."""
-    return x.requires_grad_()
-
-
-def by_place_later(x):
-    x.requires_grad = True
-    return x
-
-
 @pytest.mark.parametrize("engine", [*ENGINES, "weighted"])
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: {"x": x}], ids=["tensor", "dict"])
-@pytest.mark.parametrize("differentiated", [by_place, by_place_later])
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
-def test_a_batch_that_losses_differentiate_by_is_a_constant_afterwards(engine, make, differentiated):
-    """Else every state would keep the graphs of all steps before it."""
+def test_a_batch_that_losses_differentiate_by_is_a_constant_afterwards(engine, make, later):
+    """Forces are derivatives by places in the batch. Else every state would keep the graphs of all steps before it."""
 
     def losses(params, batch):
-        x = differentiated(batch if isinstance(batch, torch.Tensor) else batch["x"])
-        energy = (x @ params["w"]).tanh().sum()
+        x = batch if isinstance(batch, torch.Tensor) else batch["x"]
+        if later:
+            x.requires_grad = True
+        energy = ((x if later else x.requires_grad_()) @ params["w"]).tanh().sum()
         (force,) = torch.autograd.grad(energy, x, create_graph=True)
         return {"energy": energy.square(), "force": (force - 1).square().mean()}
 

@@ -1,9 +1,8 @@
 """The loop around the step, as a function and as an iterator."""
 
 import sys
-from collections import deque
+from collections import deque, namedtuple
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -45,17 +44,17 @@ def test_it_is_the_loop_written_by_hand(n):
 
 @given(st.integers(0, 4), st.integers(0, 4))
 def test_two_halves_are_one_whole(first, second):
-    data = batches(first + second)
-    halves = fit(STEP, fit(STEP, start(), data[:first]), data[first:])
+    data, state = batches(first + second), start()
+    assert fit(STEP, state, []) is state
+    halves = fit(STEP, fit(STEP, state, data[:first]), data[first:])
     torch.testing.assert_close(halves, fit(STEP, start(), data), rtol=0, atol=0)
 
 
-def test_no_batch_gives_the_state_back():
-    state = start()
-    assert fit(STEP, state, []) is state
+class OwnError(Exception):
+    state = "own"
 
 
-def test_a_callback_may_end_the_loop():
+def test_a_callback_may_end_the_loop_and_a_state_that_its_exception_has_is_left_alone():
     seen = []
 
     def stop(info):
@@ -67,6 +66,13 @@ def test_a_callback_may_end_the_loop():
         fit(STEP, start(), batches(9), on_step=stop, progress=True)
     assert len(seen) == 2
     torch.testing.assert_close(stopped.value.state, fit(STEP, start(), batches(9)[:2]), rtol=0, atol=0)
+
+    def fail(info):
+        raise OwnError
+
+    with pytest.raises(OwnError) as stopped:
+        fit(STEP, start(), batches(1), on_step=fail)
+    assert stopped.value.state == "own"
 
 
 CALLBACKS = {
@@ -86,11 +92,8 @@ def test_a_callback_is_given_the_info_and_the_state_if_it_asks_for_both(make, co
     assert all(isinstance(given[0], StepInfo) for given in seen)
     if count == 2:
         torch.testing.assert_close(seen[-1][1], after, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("collect", [print, torch.nn.Identity(), [].append, deque().append])
-def test_callables_of_all_kinds_are_given_the_info(collect):
-    fit(STEP, start(), batches(1), on_step=collect)
+    for collect in (print, torch.nn.Identity(), [].append, deque().append):
+        fit(STEP, start(), batches(1), on_step=collect)
 
 
 def test_a_callback_that_cannot_be_called_ends_with_the_error_of_python():
@@ -137,45 +140,26 @@ def test_an_exception_carries_the_state_after_the_last_step(error, where):
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["in-the-step", "in-the-loop"])
-def test_the_variable_of_the_loop_holds_the_last_state(early):
-    taken, last = [], []
+def test_the_variable_of_the_loop_holds_the_last_state_and_nothing_is_computed_ahead(early):
+    drawn, last = [], []
 
     def interrupted(state, x):
-        if early and len(taken) == 2:
+        if early and len(drawn) == 3:
             raise KeyboardInterrupt
         return STEP(state, x)
 
     def loop():
-        for state, info in steps(interrupted, start(), batches(5)):
+        for state, _ in steps(interrupted, start(), (drawn.append(x) or x for x in batches(5))):
             last[:] = [state]
-            taken.append(info)
-            if not early and len(taken) == 2:
+            if not early and len(drawn) == 2:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         loop()
+    assert len(drawn) == 2 + early
     torch.testing.assert_close(last, [fit(STEP, start(), batches(2))], rtol=0, atol=0)
-
-
-def test_nothing_is_computed_before_it_is_asked_for():
-    drawn = []
-    pairs = steps(STEP, start(), (drawn.append(x) or x for x in batches(4)))
-    assert not drawn
-    next(pairs)
-    next(pairs)
-    assert len(drawn) == 2
-
-
-def test_a_state_that_an_exception_has_already_is_left_alone():
-    class OwnError(Exception):
-        state = "own"
-
-    def stop(info):
-        raise OwnError
-
-    with pytest.raises(OwnError) as stopped:
-        fit(STEP, start(), batches(1), on_step=stop)
-    assert stopped.value.state == "own"
+    steps(STEP, start(), (drawn.append(x) for x in batches(4)))
+    assert len(drawn) == 2 + early
 
 
 # --- Skipped steps in a row
@@ -198,10 +182,8 @@ def test_training_that_stalls_ends_with_the_last_good_state():
 
 
 def test_the_warning_points_to_the_line_that_called_fit():
-    with (
-        pytest.warns(RuntimeWarning, match="Training stops after 30 of them") as caught,
-        pytest.raises(TrainingStalled),
-    ):
+    warned = pytest.warns(RuntimeWarning, match="Training stops after 30 of them")
+    with warned as caught, pytest.raises(TrainingStalled):
         fit(STEP, start(), corrupt(99), patience=30)
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -238,13 +220,8 @@ def test_batches_come_from_anywhere(loader, take, progress):
     assert torch.isfinite(after.params["w"]).all()
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
-
-
 def test_a_named_tuple_is_spread_unless_it_is_wrapped():
-    pair, whole = Pair(*batches(2)), lambda params, batch: two(params, *batch)
+    pair, whole = namedtuple("Pair", "x y")(*batches(2)), lambda params, batch: two(params, *batch)
     how, spread = (HOW | {"losses": f, "aggregator": total()} for f in (whole, two))
     state = train_state({"w": torch.zeros(3)}, pair, **how)
     with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
@@ -263,17 +240,13 @@ def test_the_bar_tells_the_losses_and_what_was_skipped(capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "6/6" in printed.err
-    assert f"skipped={skipped}" in printed.err
-    assert f"far={last['far'].item():.4g}, near={last['near'].item():.4g}, skipped" in printed.err
+    assert f"far={last['far'].item():.4g}, near={last['near'].item():.4g}, skipped={skipped}" in printed.err
 
 
 SHOWN = {
     "one": (lambda w: w[0], lambda v: f"loss={v[0]:.4g}"),
     "a tensor": (lambda w: w[:3], lambda v: "0={:.4g}, 1={:.4g}, 2={:.4g}".format(*v)),
-    "in different units": (
-        lambda w: {"depth": 1e3 * w[1], "kind": w[2]},
-        lambda v: "depth={:.4g}, kind={:.4g}".format(*v),
-    ),
+    "units": (lambda w: {"depth": 1e3 * w[1], "kind": w[2]}, lambda v: "depth={:.4g}, kind={:.4g}".format(*v)),
     "four": (
         lambda w: {"a": w[:2], "b": {"c": w[2], "d": w[3]}},
         lambda v: "a[0]={:.4g}, a[1]={:.4g}, b.c={:.4g}, b.d={:.4g}".format(*v),
@@ -292,13 +265,9 @@ def test_the_bar_tells_losses_by_name_or_their_size(select, words, capsys):
     assert f", {words(found)}, skipped=0]" in capsys.readouterr().err
 
 
-def test_without_a_bar_nothing_is_printed(capsys):
+def test_without_a_bar_nothing_is_printed_and_without_tqdm_there_is_none(monkeypatch, capsys):
     fit(STEP, start(), batches(3))
-    printed = capsys.readouterr()
-    assert printed.out == printed.err == ""
-
-
-def test_without_tqdm_there_is_no_bar(monkeypatch):
+    assert capsys.readouterr() == ("", "")
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="tqdm"):
         fit(STEP, start(), batches(1), progress=True)

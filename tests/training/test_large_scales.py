@@ -19,15 +19,7 @@ def plain(params, x):
     return {str(i): torch.nn.functional.linear(row, params["w"])[0] for i, row in enumerate(x)}
 
 
-def trunk(params, x):
-    return x @ params["w"].mT
-
-
-def top(params, features, x):
-    return [f[0] * params["c"] for f in features]
-
-
-TASKS = jd.multitask(trunk, top)
+TASKS = jd.multitask(lambda params, x: x @ params["w"].mT, lambda own, h, x: [f[0] * own["c"] for f in h])
 KINDS = {
     "plain": (plain, PARAMS),
     "per_example": (jd.per_example(lambda params, x: torch.nn.functional.linear(x, params["w"])[0]), PARAMS),
@@ -75,6 +67,7 @@ def assert_direction(found, weights):
     assert ((found.double() - terms.sum(0)).abs() <= bound).all(), found
 
 
+NOT_WEIGHTED = pytest.mark.parametrize("way", ["jacobian", "gramian", "pullback"])
 weights_of_rows = st.lists(st.floats(2.0**-24, 2.0**10, width=32), min_size=3, max_size=3)
 
 
@@ -90,7 +83,7 @@ def test_one_scale_of_any_size(way, kind, exponent, weights):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["jacobian", "gramian", "pullback"])
+@NOT_WEIGHTED
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 60), min_size=3, max_size=3), st.integers(0, 64), weights_of_rows)
 def test_a_scale_per_objective(way, kind, exponents, common, weights):
@@ -99,7 +92,7 @@ def test_a_scale_per_objective(way, kind, exponents, common, weights):
     assert_direction(WAYS[way](kind, scale=scale, weights=weights), weights)
 
 
-@pytest.mark.parametrize("way", ["jacobian", "gramian", "pullback"])
+@NOT_WEIGHTED
 def test_sums_of_scaled_rows_do_not_overflow(way):
     rows = 2.0**127 / 8  # 4 and 7 of these add up beyond float32's range, and so does their first weighted sum
     weights = torch.tensor([-8.0, 8.0, 8.0], dtype=torch.float64)

@@ -30,8 +30,9 @@ def batch(m, seed=0):
     return [torch.randn(m, n, generator=draw, dtype=torch.float64) for n in (5, 2)]
 
 
-def method(clipping="flat", seed=3, **settings):
-    return fj.private(loss, optimizer=fj.sgd(0.5), key=key(seed), clipping=clipping, **(SETTINGS | settings))
+def method(clipping="flat", loss=loss, optimizer=None, **settings):
+    optimizer = optimizer or fj.sgd(0.5)
+    return fj.private(loss, optimizer=optimizer, key=key(3), clipping=clipping, **(SETTINGS | settings))
 
 
 def by_hand(params, x, y, at, clipping="flat"):
@@ -85,14 +86,23 @@ def test_without_examples_buffers_stay_and_keys_go_on():
     def drawn(params, own, x, y):
         return loss(params, x * (1 + normal(own["key"], x.shape)), y), own | {"mean": own["mean"] + x}
 
-    how = fj.private(drawn, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    how = method(loss=drawn)
     with pytest.warns(UserWarning, match="move the buffer 'mean'"):
         state = fj.train_state(PARAMS, *batch(2), buffers={"key": key(1), "mean": torch.ones(5).double()}, **how)
-    nobody, _ = fj.step(state, *batch(0), **how)
-    somebody, _ = fj.step(state, *batch(2), **how)
-    assert nobody.buffers["mean"].tolist() == [1.0] * 5
-    check_within(somebody.buffers["mean"], 1 + batch(2)[0].mean(0), 8 * eps())
-    assert not any(torch.equal(after.buffers["key"], key(1)) for after in (nobody, somebody))
+    nobody, somebody = (fj.step(state, *batch(m), **how)[0].buffers for m in (0, 2))
+    assert nobody["mean"].tolist() == [1.0] * 5
+    check_within(somebody["mean"], 1 + batch(2)[0].mean(0), 8 * eps())
+    assert not any(torch.equal(after["key"], key(1)) for after in (nobody, somebody))
+    for whole in (False, True):  # the key is all, or stands beside a buffer that stays
+
+        def drawing(params, own, x, y, whole=whole):
+            at = own if whole else own["dropout_key"]
+            later = split(at)[1]
+            value = loss(params, x * (1 + normal(at, x.shape)), y)
+            return value, later if whole else own | {"dropout_key": later, "table": own["table"].clone()}
+
+        own = key(1) if whole else {"dropout_key": key(1), "table": torch.tensor([1.0, torch.nan])}
+        fj.train_state(PARAMS, *batch(2), buffers=own, **method(loss=drawing))  # no warning: warnings are errors
 
 
 STARTS = {"mean": [1.0] * 5, "count": 1, "pair": [1, 2], "on": True}
@@ -110,7 +120,7 @@ MOVES = {
 def test_buffers_that_move_without_noise_are_told(way, noise):
     name = way.split()[0]
     move = lambda params, own, x, y: (loss(params, x, y), own | {name: MOVES[way](own[name], x)})
-    how = fj.private(move, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    how = method(loss=move)
     how |= {"private": {}, "noised": {"losses": fj.per_example(move)}, "without": {"optimizer": fj.sgd(0.5)}}[noise]
     buffers = {name: torch.tensor(start) for name, start in STARTS.items()} | {"key": key(1)}
     begin = lambda: fj.train_state(PARAMS, *batch(2), buffers=buffers, **how)
@@ -119,19 +129,6 @@ def test_buffers_that_move_without_noise_are_told(way, noise):
         return
     with pytest.warns(UserWarning, match=f"train_state: the losses of noised training move the buffer '{name}', which"):
         begin()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_keys_and_buffers_that_stay_are_not_told(whole):
-    def drawn(params, own, x, y):
-        at = own if whole else own["dropout_key"]
-        later = split(at)[1]
-        value = loss(params, x * (1 + normal(at, x.shape)), y)
-        return value, later if whole else own | {"dropout_key": later, "table": own["table"].clone()}
-
-    how = fj.private(drawn, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
-    own = key(1) if whole else {"dropout_key": key(1), "table": torch.tensor([1.0, torch.nan])}
-    fj.train_state(PARAMS, *batch(2), buffers=own, **how)  # no warning: warnings are errors
 
 
 @pytest.mark.parametrize("transform", ["vmap", "compile"])
@@ -150,19 +147,10 @@ def test_steps_under_transforms(transform, m):
     check_stable(found, expected, *given)
 
 
-def test_other_dimensions_of_examples_and_autocast_keep_what_is_private():
-    how = fj.private(fj.per_example(loss, in_dims=1), optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
-    how["losses"] = fj.autocast(how["losses"], dtype=torch.bfloat16)
-    x, y = (z.mT.contiguous() for z in batch(3))
-    state = fj.train_state(PARAMS, x, y, **how)
-    assert fj.step(state, x, y, **how)[1].losses.shape == (3,)
-    assert fj.step(state, x[:, :0], y[:, :0], **how)[1].losses.tolist() == [0.0]
-
-
 @pytest.mark.parametrize("engine", ["jacobian", "gramian"])
 def test_in_bfloat16_no_example_moves_parameters_by_more_than_the_bound_and_noise_is_in_float32(engine):
     params, (x, y) = {name: p.float() for name, p in PARAMS.items()}, (z.float() for z in batch(6))
-    how = fj.private(loss, optimizer=fj.sgd(6.0), key=key(3), **SETTINGS)
+    how = method(optimizer=fj.sgd(6.0))
     how["losses"] = fj.autocast(how["losses"], dtype=torch.bfloat16)
     state = fj.train_state(params, x, y, **how)
     after = lambda kept: fj.step(state, x[kept], y[kept], engine=engine, **how)[0].params
@@ -178,13 +166,6 @@ def test_in_bfloat16_no_example_moves_parameters_by_more_than_the_bound_and_nois
         check_within(nobody[name], params[name] - noise, 4 * eps(torch.float32) * (params[name].abs() + noise.abs()))
 
 
-def test_losses_that_are_not_private_refuse_a_batch_without_examples():
-    how = method() | {"losses": fj.per_example(loss)}
-    state = fj.train_state(PARAMS, *batch(3), **how)
-    with pytest.raises(ValueError, match=r"per_example: all batched arguments must .* at least one, found \[0\]"):
-        fj.step(state, *batch(0), **how)
-
-
 def test_mistakes_are_named():
     for wrong, kind, words in (
         ({"noise_multiplier": -1.0}, ValueError, "private: noise_multiplier must be finite and not negative, found -1"),
@@ -195,16 +176,24 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(kind, match=words):
             method(**wrong)
-    given = {"optimizer": fj.sgd(0.1), "key": key(0)} | SETTINGS
     tasks = fj.multitask(lambda p, x: x, lambda p, z, x: z)
     with pytest.raises(TypeError, match="private: loss must be the loss of one example"):
-        fj.private(tasks, **given)
+        method(loss=tasks)
     for optimizer, words in (
         (fj.line_search(fj.sgd(1.0), [1.0]), "compares losses"),
         (fj.noised(fj.sgd(1.0), key(0), 1.0, 1.0, 4), "adds noise"),
     ):
         with pytest.raises(ValueError, match=f"private: optimizer must not .* found an optimizer that {words}"):
-            fj.private(loss, **(given | {"optimizer": optimizer}))
+            method(optimizer=optimizer)
+    with pytest.warns(
+        UserWarning, match=r"private: noise_multiplier 0 adds no noise, so that nothing .* protected\. A"
+    ):
+        method(noise_multiplier=0)
+    method(noise_multiplier=torch.tensor(0.0))  # one of several, under vmap
+    how = method() | {"losses": fj.per_example(loss)}  # which is not private
+    state = fj.train_state(PARAMS, *batch(3), **how)
+    with pytest.raises(ValueError, match=r"per_example: all batched arguments must .* at least one, found \[0\]"):
+        fj.step(state, *batch(0), **how)
 
 
 def test_a_loader_returns_empty_batches_from_a_sampler_and_not_from_a_batch_sampler():
@@ -219,23 +208,18 @@ def test_a_loader_returns_empty_batches_from_a_sampler_and_not_from_a_batch_samp
     assert torch.equal(after.optimizer.key, split(split(split(key(3))[1])[1])[1])  # three steps
 
 
-def test_by_label_goes_inside():
+def test_by_label_goes_inside_and_other_dimensions_of_examples_and_autocast_around():
     halves = fj.by_label({"weight": fj.sgd(0.5), "bias": fj.sgd(0.5)}, lambda name, _: name.split(".")[-1])
-    apart = fj.private(loss, optimizer=halves, key=key(3), **SETTINGS)
-    given = batch(4)
-    found, expected = (
-        fj.step(fj.train_state(PARAMS, *given, **how), *given, **how)[0].params for how in (apart, method())
-    )
+    given, ways = batch(4), (method(optimizer=halves), method())
+    found, expected = (fj.step(fj.train_state(PARAMS, *given, **how), *given, **how)[0].params for how in ways)
     for name, p in expected.items():
         check_within(found[name], p, 8 * eps() * (1 + p.abs()))
-
-
-def test_no_noise_is_told():
-    with pytest.warns(
-        UserWarning, match=r"private: noise_multiplier 0 adds no noise, so that nothing is protected\. A"
-    ):
-        method(noise_multiplier=0)
-    method(noise_multiplier=torch.tensor(0.0))  # one of several, under vmap
+    how = method(loss=fj.per_example(loss, in_dims=1))
+    how["losses"] = fj.autocast(how["losses"], dtype=torch.bfloat16)
+    x, y = (z.mT.contiguous() for z in batch(3))
+    state = fj.train_state(PARAMS, x, y, **how)
+    assert fj.step(state, x, y, **how)[1].losses.shape == (3,)
+    assert fj.step(state, x[:, :0], y[:, :0], **how)[1].losses.tolist() == [0.0]
 
 
 def test_a_grid_over_bounds_protects_where_rule_and_noise_have_one():

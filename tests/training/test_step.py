@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
-from bounds import check_derivatives, check_same
+from bounds import check_same
 from gramian_by_hand import Largest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,8 +24,52 @@ from functional_jd.aggregation.lifts import scalarized
 from functional_jd.engines.by_name import ENGINES
 
 
-def weighted_step(*args, **how):
-    return fj.step(*args, engine="weighted", **how)
+def of_kind(kind, outputs, loss, params, heads, *batch):
+    """Objectives of the kind on the parameters, from outputs for each example; heads are multiplied with these."""
+    if kind == "multitask":
+        tasks = fj.multitask(outputs, lambda h, z, *batch: list(loss(z * h["v"], *batch)))
+        return {"shared": params, "heads": {"v": heads}}, tasks, batch
+    of_one = lambda p, *batch: loss(outputs(p, *batch), *batch)
+    by_name = lambda p, *batch: dict(zip("dcab", of_one(p, *batch), strict=False))
+    return params, fj.per_example(of_one) if kind == "per_example" else by_name, batch
+
+
+def regression(kind):
+    """Three objectives of each kind, on four parameters."""
+    x, y = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]), torch.tensor([1.0, -1.0, 0.5])
+    params, heads = {"w": torch.tensor([[0.5, -1.0], [2.0, 0.25]])}, torch.tensor([1.0, -2.0, 0.5])
+    outputs = lambda p, x, y: torch.tanh(x @ p["w"]).sum(-1)
+    return of_kind(kind, outputs, lambda z, x, y: (z - y) ** 2 + 0.1, params, heads, x, y)
+
+
+KINDS = ["plain", "per_example", "multitask"]
+geometric = partial(scalarized, lambda v: v.log().mean().exp())
+
+
+def seeded(make):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def batch_losses():
+    """One objective per example, on layers whose rows need not be formed, and on one whose rows do."""
+    layers = lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+    net, x, y = seeded(lambda: (layers(), torch.randn(5, 6), torch.randn(5, 1)))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    return params, fj.per_example(lambda p, x, y: (functional_call(net, p, (x,)) - y).square().sum()), (x, y)
+
+
+def wide_losses(kind, n=1 << 18):
+    """Four objectives of each kind on one matrix of n numbers."""
+    w, x = seeded(lambda: (torch.randn(256, n // 256) / 16, torch.randn(4, 256)))
+    outputs = lambda p, x: torch.tanh(x @ p["w"]).square().mean(-1)
+    return of_kind(kind, outputs, lambda z, x: z, {"w": w}, torch.arange(1.0, 5.0), x)
+
+
+def normed_tasks():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    return params, fj.multitask(features, top), batch
 
 
 @given(
@@ -69,12 +113,9 @@ def test_heads_follow_their_own_losses_and_the_trunk_the_rule():
     values = top(leaves["heads"], features(leaves["shared"], *batch), *batch)
     heads = torch.autograd.grad(values["one"] + values["two"], tree_leaves(leaves["heads"]), retain_graph=True)
     trunk = torch.autograd.grad(0.25 * values["one"] + 4.0 * values["two"], tree_leaves(leaves["shared"]))
-    close(
-        tree_leaves(after.params["heads"]), [p - g for p, g in zip(tree_leaves(params["heads"]), heads, strict=False)]
-    )
-    close(
-        tree_leaves(after.params["shared"]), [p - g for p, g in zip(tree_leaves(params["shared"]), trunk, strict=False)]
-    )
+    for part, gradients in (("heads", heads), ("shared", trunk)):
+        leaves = zip(tree_leaves(params[part]), gradients, strict=True)
+        close(tree_leaves(after.params[part]), [p - g for p, g in leaves])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -83,14 +124,7 @@ def test_heads_follow_their_own_losses_and_the_trunk_the_rule():
 def test_the_peers_amp_example_plus_a_norm_layer_trains(way, norm, dtype):
     params, features, top, batch = two_tasks(norm)
 
-    def native(f):
-        def run(*args):
-            with torch.autocast("cpu", dtype):
-                return f(*args)
-
-        return run
-
-    wrap = native if way == "native" else partial(fj.autocast, dtype=dtype)
+    wrap = torch.autocast("cpu", dtype) if way == "native" else partial(fj.autocast, dtype=dtype)
     how = method(params, wrap(features), wrap(top))
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
     for _ in range(60):
@@ -123,27 +157,52 @@ def test_a_skipped_step_changes_nothing_but_the_scale(shape, poison):
     assert torch.equal(after.scale.growth_tracker, torch.where(info.finite, state.scale.growth_tracker + 1, 0))
 
 
-def test_what_a_random_rule_remembers_does_not_advance_in_a_skipped_step():
+def random_rule():
+    """Random weights, with a key that each step splits."""
+
     def update(view, key):
         return torch.softmax(fj.random.normal(key, view.shape).double(), 0), fj.random.split(key)[0]
 
-    rule = fj.Aggregator(fj.views.no_gradients, lambda view: fj.random.key(7), update)
+    return fj.Aggregator(fj.views.no_gradients, lambda view: fj.random.key(7), update)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "engine"),
+    [
+        (random_rule(), torch.nan, "auto"),
+        (fj.mean(), torch.inf, "auto"),
+        (fj.geometric_mean(), -1.0, "jacobian"),  # which takes no negative losses
+        (fj.geometric_mean(), -1.0, "weighted"),
+    ],
+)
+def test_a_step_that_is_skipped_leaves_what_a_rule_and_the_optimizer_remember(rule, bad, engine):
     how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.9)}
-    state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(), **how)
-    once, _ = fj.step(state, torch.ones(()), **how)
-    skipped, _ = fj.step(once, torch.tensor(float("nan")), **how)
-    assert not same(once.aggregator, state.aggregator)
-    assert same(skipped[:3], once[:3])
+    for scale in (None, fj.scale_state(1024.0)):
+        state = fj.train_state(torch.ones(2), torch.ones(()), scale=scale, **how)
+        once, info = fj.step(state, torch.ones(()), engine=engine, **how)
+        assert info.moved
+        assert bad is not torch.nan or not same(once.aggregator, state.aggregator)
+        skipped, info = fj.step(once, torch.tensor(bad), engine=engine, **how)
+        assert not info.finite.any()  # or nobody would see that training stands still
+        assert same(skipped[:4], once[:4])
+        if bad == -1.0:
+            assert info.weights.isnan().all()
+        if bad == -1.0 or scale is None:
+            assert skipped.scale.scale == once.scale.scale  # nothing overflowed, or nothing is scaled
 
 
-def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
-    params, features, top, batch = two_tasks()
+@pytest.mark.filterwarnings("ignore:train_state. parameters must be in float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_inputs_stay_and_the_same_inputs_give_the_same_bits_in_the_same_dtype(dtype):
+    params, features, top, batch = two_tasks(dtype=dtype)
     how = method(params, features, top)
-    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**8), **how)
     copy = tree_map(torch.clone, (state, batch))
     first, second = fj.step(state, *batch, **how), fj.step(state, *batch, **how)
     assert same((state, batch), copy)
     assert same(first, second)
+    assert [leaf.dtype for leaf in tree_leaves(first[0])] == [leaf.dtype for leaf in tree_leaves(state)]
+    assert not same(first[0].params, params)
 
 
 @pytest.mark.parametrize(
@@ -158,117 +217,59 @@ def test_nothing_waits_for_the_device(engine, rule):
     assert not called.reads
 
 
-def compiled_beside_eager(take, state, batches, how):
-    """Steps of one graph, for all of them, next to those of eager: the flags of the steps, and both states."""
+@pytest.mark.parametrize("kind", ["two tasks", *KINDS])
+def test_one_graph_serves_every_scale(kind):
+    take, scale, tolerance = partial(fj.step, engine="weighted"), fj.scale_state(growth_interval=2, shape=(3,)), {}
+    if kind == "two tasks":
+        params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+        how, batches = method(params, fj.autocast(features), fj.autocast(top)), [batch] * 12
+        take, scale = fj.step, fj.scale_state(2.0**24, growth_interval=2, shape=(2,))
+        tolerance = {"rtol": 1e-2, "atol": 1e-2}
+    else:
+        params, losses, (x, y) = regression(kind)
+        how = {"losses": losses, "aggregator": geometric(), "optimizer": fj.sgd(0.1)}
+        batches = [(x * k, y) for k in (1.0, 1.0, torch.inf, 0.5, torch.nan, 1.0)]
+    state = fj.train_state(params, *batches[0], scale=scale, **how)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled, eager = torch.compile(take, fullgraph=True, backend=counter), state
-    flags, graphs = set(), set()
+    compiled, eager, flags = torch.compile(take, fullgraph=True, backend=counter), state, set()
     for batch in batches:
         state, info = compiled(state, *batch, **how)
         eager, _ = take(eager, *batch, **how)
         flags.add(info.finite.all().item())
-        graphs.add(counter.frame_count)
-    assert len(graphs) == 1  # what the first call compiled is all
+        assert counter.frame_count == 1  # what the first call compiled is all
     assert flags == {True, False}  # scales backed off, and grew
-    return state, eager
-
-
-def test_one_graph_serves_every_scale():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    how = method(params, fj.autocast(features), fj.autocast(top))
-    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**24, growth_interval=2, shape=(2,)), **how)
-    close(*compiled_beside_eager(fj.step, state, [batch] * 12, how), rtol=1e-2, atol=1e-2)
-
-
-def small_step(p, preference):
-    """One float64 step of upgrad on two conflicting quadratics, as a function of its parameters and preference."""
-
-    def losses(p):
-        a = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        return torch.stack([((p - a) ** 2).sum(), ((p + a) ** 2 * torch.tensor([1.0, 3.0], dtype=torch.float64)).sum()])
-
-    how = {"losses": losses, "aggregator": fj.upgrad(preference), "optimizer": fj.sgd(0.1, momentum=0.5)}
-    state, _ = fj.step(fj.train_state(p, **how), **how)
-    state, _ = fj.step(state, **how)
-    return state.params
+    close(state, eager, **tolerance) if tolerance else check_same(state, eager)
 
 
 def test_a_derivative_of_the_step_is_right():
-    p = torch.tensor([0.3, 0.7], dtype=torch.float64)
-    preference = torch.tensor([0.4, 0.6], dtype=torch.float64)
-    torch.autograd.gradcheck(small_step, (p.clone().requires_grad_(), preference.clone().requires_grad_()))
-    columns = torch.func.jacfwd(small_step, argnums=(0, 1))(p, preference)
-    rows = torch.func.jacrev(small_step, argnums=(0, 1))(p, preference)
-    close(columns, rows)
-    tangent = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    pushed = torch.func.jvp(lambda p: small_step(p, preference), (p,), (tangent,))[1]
-    check_derivatives(pushed, lambda t: small_step(p + t * tangent, preference), torch.zeros_like(p[0]))
+    p, preference = torch.tensor([[0.3, 0.7], [0.4, 0.6]], dtype=torch.float64)
+    ends, weights = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[1.0, 1.0], [1.0, 3.0]]], dtype=torch.float64)
 
+    def two_steps(p, preference):
+        """Of upgrad on two conflicting quadratics."""
+        losses = lambda p: ((p - ends) ** 2 * weights).sum(1)
+        how = {"losses": losses, "aggregator": fj.upgrad(preference), "optimizer": fj.sgd(0.1, momentum=0.5)}
+        state, _ = fj.step(fj.train_state(p, **how), **how)
+        return fj.step(state, **how)[0].params
 
-@pytest.mark.filterwarnings("ignore:train_state. parameters must be in float32")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_parameters_keep_their_dtype(dtype):
-    params, features, top, batch = two_tasks(dtype=dtype)
-    how = method(params, features, top)
-    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**8), **how)
-    after, _ = fj.step(state, *batch, **how)
-    assert [leaf.dtype for leaf in tree_leaves(after)] == [leaf.dtype for leaf in tree_leaves(state)]
-    assert not same(after.params, params)
+    torch.autograd.gradcheck(two_steps, (p.clone().requires_grad_(), preference.clone().requires_grad_()))
+    columns = torch.func.jacfwd(two_steps, argnums=(0, 1))(p, preference)
+    close(columns, torch.func.jacrev(two_steps, argnums=(0, 1))(p, preference))
+    tangents = torch.tensor([[1.0, -2.0], [0.5, 1.0]], dtype=torch.float64)
+    pushed = torch.func.jvp(two_steps, (p, preference), tuple(tangents))[1]
+    close(pushed, sum(column @ t for column, t in zip(columns, tangents, strict=True)))
 
 
 def test_a_modules_parameters_leave_their_graph_behind():
     linear = nn.Linear(2, 1)
-    how = {
-        "losses": lambda p, x: functional_call(linear, p, (x,)).flatten(),
-        "aggregator": fj.mean(),
-        "optimizer": fj.sgd(0.1),
-    }
+    losses = lambda p, x: functional_call(linear, p, (x,)).flatten()
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
     before = linear.weight.detach().clone()
     state = fj.train_state(dict(linear.named_parameters()), torch.ones(3, 2), **how)
     after, info = fj.step(state, torch.ones(3, 2), **how)
     assert not any(leaf.requires_grad for leaf in tree_leaves((state, after, info)))
     assert torch.equal(linear.weight, before)
-
-
-@pytest.mark.parametrize("engine", ["jacobian", "weighted"])
-def test_losses_that_a_rule_refuses_change_no_parameter(engine):
-    how = {"losses": lambda p, x: p * x, "aggregator": fj.geometric_mean(), "optimizer": fj.sgd(0.1, momentum=0.9)}
-    state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(1024.0), **how)
-    after, info = fj.step(state, torch.tensor(-1.0), engine=engine, **how)
-    assert info.weights.isnan().all()
-    assert not info.finite.any()  # or nobody would see that training stands still
-    assert after.scale.scale == 1024.0  # nothing overflowed
-    assert same(after[:4], state[:4])
-
-
-def test_without_a_scale_nothing_is_scaled_and_overflow_still_skips():
-    how = {"losses": lambda p, x: p * x, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
-    state = fj.train_state(torch.ones(2), torch.ones(()), **how)
-    after, info = fj.step(state, torch.tensor(float("inf")), **how)
-    assert not info.finite
-    assert same(after, state)
-
-
-def regression(kind):
-    """Three objectives of each kind, on four parameters."""
-    params = {"w": torch.tensor([[0.5, -1.0], [2.0, 0.25]])}
-    x, y = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]), torch.tensor([1.0, -1.0, 0.5])
-
-    def loss(p, x, y):
-        return (torch.tanh(x @ p["w"]).sum(-1) - y) ** 2 + 0.1
-
-    if kind == "per_example":
-        return params, fj.per_example(loss), (x, y)
-    if kind == "plain":
-        return params, lambda p, x, y: dict(zip("cab", loss(p, x, y), strict=True)), (x, y)
-    heads = lambda h, z, x, y: list((z * h["v"] - y) ** 2 + 0.1)
-    losses = fj.multitask(lambda p, x, y: torch.tanh(x @ p["w"]).sum(-1), heads)
-    return {"shared": params, "heads": {"v": torch.tensor([1.0, -2.0, 0.5])}}, losses, (x, y)
-
-
-KINDS = ["plain", "per_example", "multitask"]
-geometric = partial(scalarized, lambda v: v.log().mean().exp())
 
 
 @pytest.mark.parametrize(
@@ -283,28 +284,6 @@ def test_a_rule_that_looks_at_no_row_costs_one_backward_pass_and_its_start_none(
     assert not passes
     fj.step(state, **how)
     assert [x.tolist() for x in passes] == [[w * k for w, k in zip(weights, (1, 2, 3, 4), strict=True)]]
-
-
-def batch_losses():
-    """One objective per example, on layers whose rows need not be formed, and on one whose rows do."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
-        x, y = torch.randn(5, 6), torch.randn(5, 1)
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    return params, fj.per_example(lambda p, x, y: (functional_call(net, p, (x,)) - y).square().sum()), (x, y)
-
-
-def wide_losses(kind, n=1 << 18):
-    """Objectives on one matrix of n numbers, and four of each kind unless it is the batch that counts."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        params, x = {"w": torch.randn(256, n // 256) / 16}, torch.randn(4, 256)
-    loss = lambda p, x: torch.tanh(x @ p["w"]).square().mean(-1)
-    if kind == "multitask":
-        heads = lambda h, z, x: list(z * h["v"])
-        return {"shared": params, "heads": {"v": torch.arange(1.0, 5.0)}}, fj.multitask(loss, heads), (x,)
-    return params, fj.per_example(loss) if kind == "per_example" else loss, (x,)
 
 
 @pytest.fixture
@@ -347,16 +326,14 @@ def test_auto_takes_the_gramian_engine_where_the_jacobian_is_large(engines, kind
 def test_auto_takes_rows_where_the_rule_or_the_dtype_asks_for_them(engines):
     params, losses, batch = wide_losses("per_example")
     how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(params, *batch, **how)
-    low = state._replace(params=tree_map(lambda p: p.bfloat16(), params))
     whole = how | {"aggregator": fj.trimmed_mean(1)}
-    start = fj.train_state(params, *batch, **whole)
+    state, start = fj.train_state(params, *batch, **how), fj.train_state(params, *batch, **whole)
+    low = state._replace(params=tree_map(lambda p: p.bfloat16(), params))
     engines.clear()  # of what the states start from
     fj.step(low, *(x.bfloat16() for x in batch), **how)
     fj.step(start, *batch, **whole)
-    assert engines == ["jacobian"] * 2
     fj.step(state, *batch, **(how | {"aggregator": fj.mean()}))
-    assert engines[2:] == ["weighted"]
+    assert engines == ["jacobian", "jacobian", "weighted"]
 
 
 @pytest.mark.parametrize("kind", ["per_example", "multitask"])
@@ -391,20 +368,10 @@ def test_a_guarded_update_chooses_as_select_does():
     assert [bool(word) for word in words] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
-    params, losses, (x, y) = regression(kind)
-    how = {"losses": losses, "aggregator": geometric(), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(params, x, y, scale=fj.scale_state(growth_interval=2, shape=(3,)), **how)
-    batches = [(x * k, y) for k in (1.0, 1.0, torch.inf, 0.5, torch.nan, 1.0)]
-    check_same(*compiled_beside_eager(weighted_step, state, batches, how))
-
-
 @pytest.mark.inductor
-@pytest.mark.parametrize("engine", ["auto", "weighted"])
-def test_the_default_compiler_gives_the_numbers_of_eager(engine):
+@pytest.mark.parametrize(("engine", "rule"), [("auto", fj.upgrad), ("weighted", geometric)])
+def test_the_default_compiler_gives_the_numbers_of_eager(engine, rule):
     params, losses, batch = regression("multitask")
-    rule = geometric if engine == "weighted" else fj.upgrad
     how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
     torch._dynamo.reset()
@@ -412,18 +379,12 @@ def test_the_default_compiler_gives_the_numbers_of_eager(engine):
     check_same(torch.compile(take, fullgraph=True)(state, *batch, **how), take(state, *batch, **how), torch.float32)
 
 
-def normed_tasks():
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    return params, fj.multitask(features, top), batch
-
-
 REPLICAS = {
     "two tasks": (normed_tasks, fj.upgrad, "jacobian", (2,)),
     "layers": (batch_losses, fj.upgrad, "gramian", ()),
-    **{
-        kind: (partial(regression, kind), lambda: fj.cr_mogm(geometric(), momentum=0.5), "weighted", (3,))
-        for kind in KINDS
-    },
+}
+REPLICAS |= {
+    kind: (partial(regression, kind), lambda: fj.cr_mogm(geometric(), momentum=0.5), "weighted", (3,)) for kind in KINDS
 }
 
 
@@ -483,49 +444,38 @@ def test_bad_input_is_named():
             run()
 
 
-def test_engines_show_a_rule_the_same_when_a_step_is_skipped():
+def test_auto_counts_heads_where_it_knows_no_better_and_engines_show_a_rule_the_same_in_a_skipped_step():
+    tasks = fj.multitask(lambda shared, x: x, lambda heads, h, x: [])
+    for count, expected in ((127, False), (128, True)):
+        heads = {f"{i}.{name}": torch.empty(1) for i in range(count) for name in ("weight", "bias")}
+        state = fj.TrainState({"shared": torch.empty(1 << 16), "heads": heads}, (), (), (), fj.precision.no_scale())
+        assert (fj.chosen_engine(state, losses=tasks, aggregator=fj.upgrad()).engine == "gramian") == expected
     losses = fj.per_example(lambda p, x, y: ((p["w"] @ x - y) ** 2).sum())
-    params, x = {"w": torch.randn(2, 3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
-    y = torch.randn(4, 2, dtype=torch.float64)
+    w, x, y = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3), (4, 3), (4, 2)))
     how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw()}
-    state = fj.train_state(params, x, y, **how)
+    state = fj.train_state({"w": w}, x, y, **how)
     y[1, 0] = torch.nan
     by_jacobian, by_gramian = (fj.step(state, x, y, engine=engine, **how)[1] for engine in ("jacobian", "gramian"))
     torch.testing.assert_close(by_jacobian.weights, by_gramian.weights)
-    assert not by_jacobian.finite
-    assert not by_gramian.finite
-
-
-def test_auto_counts_heads_where_it_knows_no_better():
-    losses = fj.multitask(lambda shared, x: x, lambda heads, h, x: [])
-    shared = torch.empty(1 << 16)
-    for tasks, expected in ((127, False), (128, True)):
-        heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
-        state = fj.TrainState({"shared": shared, "heads": heads}, (), (), (), fj.precision.no_scale())
-        assert (fj.chosen_engine(state, losses=losses, aggregator=fj.upgrad()).engine == "gramian") == expected
+    assert not (by_jacobian.finite | by_gramian.finite)
 
 
 def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engines):
     params, losses, batch = wide_losses("per_example")
     how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
-    expected = fj.step(state, *batch, **how)
+    state, take = fj.train_state(params, *batch, scale=fj.scale_state(), **how), partial(fj.step, **how)
+    expected = take(state, *batch)
     torch._dynamo.reset()
-    compiled = torch.compile(partial(fj.step, **how), backend="aot_eager", fullgraph=True)
-    check_same(compiled(state, *batch), expected)
-    two = tree_map(lambda x: torch.stack([x, x]), state)
-    replicas = torch.vmap(partial(fj.step, **how), in_dims=(0, None))(two, *batch)
+    check_same(torch.compile(take, backend="aot_eager", fullgraph=True)(state, *batch), expected)
+    replicas = torch.vmap(take, in_dims=(0, None))(tree_map(lambda x: torch.stack([x, x]), state), *batch)
     check_same(tree_map(lambda x: x[1], replicas), expected)
     assert set(engines) == {"gramian"}
     assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == "gramian"
 
 
+# Two objectives are solved in closed form, in another graph.
 @pytest.mark.parametrize(
-    ("kind", "rule", "sizes"),
-    [
-        ("plain", fj.mean, (3, 4, 5, 9, 2)),
-        ("per_example", fj.upgrad, (3, 4, 5, 9, 12)),  # two objectives are solved in closed form, in another graph
-    ],
+    ("kind", "rule", "sizes"), [("plain", fj.mean, (3, 4, 5, 9, 2)), ("per_example", fj.upgrad, (3, 4, 5, 9, 12))]
 )
 def test_batches_of_other_sizes_take_two_graphs(kind, rule, sizes):
     params, losses, batch = regression(kind)
@@ -581,9 +531,7 @@ assert alive and not any(alive), alive
 
 
 def test_the_direction_is_gone_before_the_step_chooses():
-    """It is as large as the parameters, and as what `select` makes. In a process of its own, where nothing
-    else has run.
-    """
+    """It is as large as the parameters, and as what `select` makes. In a process where nothing else has run."""
     done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -1,5 +1,7 @@
 """Tracers beside torch.compile: make_fx, fake tensors, torch.export, control flow; and another default device."""
 
+from functools import partial
+
 import pytest
 import torch
 from rule_table import RULES, rule_of
@@ -100,42 +102,37 @@ def test_a_step_traces_by_make_fx_and_runs_on_fake_tensors(name):
     assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
-def test_control_flow_takes_a_step_that_make_fx_traced():
+def scanned(f, leaves, batches):
+    return scan(lambda carried, x: (list(f(x, *carried)), x.sum()), leaves, batches)[0]
+
+
+def chosen(f, leaves, taken):
+    return cond(torch.tensor(taken), f, lambda x, *old: [leaf.clone() for leaf in old], (X[0], *leaves))
+
+
+def repeated(f, leaves):
+    return while_loop(lambda k, *_: k < 3, lambda k, *old: (k + 1, *f(X[0], *old)), (torch.tensor(0), *leaves))[1:]
+
+
+def test_control_flow_takes_a_step_that_make_fx_traced_and_raises_for_another():
     leaves, stepped = start("layers")
     traced = make_fx(stepped)(X[0], *leaves)
-    found, _ = scan(lambda carried, x: (list(traced(x, *carried)), x.sum()), leaves, X)
-    torch.testing.assert_close(list(found), steps(stepped, leaves, X))
+    torch.testing.assert_close(list(scanned(traced, leaves, X)), steps(stepped, leaves, X))
     for taken in (True, False):
-        found = cond(torch.tensor(taken), traced, lambda x, *old: [leaf.clone() for leaf in old], (X[0], *leaves))
-        torch.testing.assert_close(list(found), steps(stepped, leaves, X[:taken]))
-    _, *found = while_loop(
-        lambda k, *_: k < 3, lambda k, *old: (k + 1, *traced(X[0], *old)), (torch.tensor(0), *leaves)
-    )
-    torch.testing.assert_close(found, steps(stepped, leaves, [X[0]] * 3))
-
-
-def test_control_flow_of_torch_raises_for_a_step_that_was_not_traced():
-    leaves, stepped = start("layers")
-    flows = {
-        "scan": lambda: scan(lambda carried, x: (list(stepped(x, *carried)), x.sum()), leaves, X),
-        "cond": lambda: cond(torch.tensor(True), stepped, lambda x, *old: [y.clone() for y in old], (X[0], *leaves)),
-        "while_loop": lambda: while_loop(
-            lambda k, *_: k < 3, lambda k, *old: (k + 1, *stepped(X[0], *old)), (torch.tensor(0), *leaves)
-        ),
-    }
-    for flow, call in flows.items():
+        torch.testing.assert_close(list(chosen(traced, leaves, taken)), steps(stepped, leaves, X[:taken]))
+    torch.testing.assert_close(list(repeated(traced, leaves)), steps(stepped, leaves, [X[0]] * 3))
+    for flow, call, *given in (("scan", scanned, X), ("cond", chosen, True), ("while_loop", repeated)):
         torch.compiler.reset()
         with pytest.raises(Exception, match=rf"captured completely(.|\n)*{flow}"):
-            call()
+            call(stepped, leaves, *given)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_many_steps_are_one_graph_of_one_step(name):
     leaves, stepped = start(name)
     traced = make_fx(stepped)(X[0], *leaves)
-    many = lambda leaves, batches: scan(lambda carried, x: (list(traced(x, *carried)), x.sum()), leaves, batches)[0]
     torch.compiler.reset()
-    compiled = torch.compile(many, fullgraph=True, backend="aot_eager")  # takes nothing that changes in place
+    compiled = torch.compile(partial(scanned, traced), fullgraph=True, backend="aot_eager")  # nothing changes in place
     torch.testing.assert_close(list(compiled(leaves, X)), steps(stepped, leaves, X))
 
 
@@ -152,19 +149,15 @@ def exported(f, args):
     return torch.export.export(f, args, strict=False).module()
 
 
-def test_what_torch_export_would_get_wrong_is_refused_and_make_fx_is_the_cure():
+def test_torch_export_of_an_aggregation_aggregates_and_what_it_would_get_wrong_needs_make_fx():
     f, args = aggregated("stch")
     leaves, stepped = start("rows")
     for g, given in ((f, args), (stepped, (X[0], *leaves)), (jd.jacobian_fn(losses), (PARAMS, X[0]))):
-        with pytest.raises(
-            ValueError, match=r"(scalarized|aggregate|step|jacobian_fn): .* torch\.export, .*make_fx\(f\)\(\*args"
-        ):
+        words = r"(scalarized|aggregate|step|jacobian_fn): .* torch\.export, .*make_fx\(f\)\(\*args"
+        with pytest.raises(ValueError, match=words):
             torch.export.export(Module(g), given, strict=False)
         later = tree_map(lambda x: 2 * x, given)
         torch.testing.assert_close(exported(make_fx(g)(*given), given)(*later), g(*later))
-
-
-def test_an_exported_aggregation_aggregates():
     rows = torch.randn(3, 2, generator=torch.Generator().manual_seed(2))
     found = exported(Module(lambda rows: jd.aggregate(jd.upgrad(), rows)), (rows,))(2 * rows)
     assert type(found) is jd.aggregation.Aggregation

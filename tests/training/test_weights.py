@@ -1,5 +1,7 @@
 """weights_fn: the weights that `aggregate` would give to the rows, for loops that differentiate the weighted sum."""
 
+from functools import partial
+
 import pytest
 import torch
 from bounds import check_same
@@ -10,15 +12,8 @@ from torch import nn
 import functional_jd as jd
 
 NUMBERS = st.lists(st.integers(-8, 8).map(lambda i: i / 4), min_size=9, max_size=9)
-RULES = {
-    "no gradients": jd.mean(),
-    "losses": jd.stch(0.5),
-    "norms": jd.clipped(0.5),
-    "gramian": jd.upgrad(),
-    "gramian and losses": jd.natural_gradient(0.5),
-    "rows": jd.config(),
-    "rows and losses": jd.excess_mtl(),
-}
+RULES = {"no gradients": jd.mean(), "losses": jd.stch(0.5), "norms": jd.clipped(0.5), "gramian": jd.upgrad()}
+RULES |= {"gramian and losses": jd.natural_gradient(0.5), "rows": jd.config(), "rows and losses": jd.excess_mtl()}
 
 
 def losses(params, x):
@@ -76,13 +71,11 @@ def test_of_multitask_losses_the_shared_gradient_is_the_direction_and_those_of_t
 def test_weights_have_the_dtype_of_the_losses_but_no_less_than_float32(dtype):
     params, x = problem(range(9))
     exact = jd.aggregate(jd.config(), gradients(params, x)).weights
-    own = {name: nn.Parameter(p.to(dtype)) for name, p in params.items()}
-    scale = jd.scale_state(2.0) if dtype == torch.float16 else None
-    found = jd.weights_fn(losses, jd.config())(own, x.to(dtype), scale=scale).weights
-    assert found.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(found, exact.to(found.dtype))  # quarters: the rows are exact in each dtype
-    values = losses(own, x.to(dtype))["near"]
-    (found @ values.to(found.dtype)).backward()
+    own, x = {name: nn.Parameter(p.to(dtype)) for name, p in params.items()}, x.to(dtype)
+    found = jd.weights_fn(losses, jd.config())(own, x, scale=jd.scale_state(2.0) if dtype == torch.float16 else None)
+    assert found.weights.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.weights, exact.to(found.weights.dtype))  # quarters: exact rows in each dtype
+    (found.weights @ losses(own, x)["near"].to(found.weights.dtype)).backward()
     assert all(p.grad.dtype == dtype for p in own.values())
 
 
@@ -90,25 +83,17 @@ def test_a_rule_goes_on_from_the_state_that_is_passed():
     params, x = problem(range(9))
     rule = jd.random_weights(jd.random.key(0))
     weights_of = jd.weights_fn(losses, rule)
-    first = weights_of(params, x)
+    first, start = weights_of(params, x), jd.aggregate(rule, gradients(params, x))
     second = weights_of(params, x, state=first.state)
-    start = jd.aggregate(rule, gradients(params, x))
     assert torch.equal(first.weights, start.weights)
     assert torch.equal(second.weights, jd.aggregate(rule, gradients(params, x), start.state).weights)
     assert not torch.equal(first.weights, second.weights)
 
 
-REMEMBERING = {
+REMEMBERING = {name: getattr(jd, name) for name in ["pcd", "famo", "gradnorm", "excess_mtl", "uw", "imtl_l", "dwa"]} | {
     "cr_mogm": lambda: jd.cr_mogm(jd.upgrad()),
     "nash_mtl": lambda: jd.nash_mtl(every=3),
     "gradvac": lambda: jd.gradvac(jd.random.key(0)),
-    "pcd": jd.pcd,
-    "famo": jd.famo,
-    "gradnorm": jd.gradnorm,
-    "excess_mtl": jd.excess_mtl,
-    "uw": jd.uw,
-    "imtl_l": jd.imtl_l,
-    "dwa": jd.dwa,
 }
 
 
@@ -120,16 +105,12 @@ def test_a_rule_remembers_no_batch_that_is_not_finite(build, bad):
 
     params, x = {"w": torch.tensor([1.0, 2.0, -1.0])}, torch.tensor([0.3, 0.1, 0.7])
     weights_of = jd.weights_fn(losses, build())
-    broken = weights_of(params, torch.tensor([0.3, bad, 0.7]))
-    assert broken.state is None
-    expected, found = None, broken.state
-    for shift in (0.0, 0.5, 1.0):
-        alone = weights_of(params, x + shift, state=expected)
-        after = weights_of(params, x + shift, state=found)
-        assert after.weights.isfinite().all()
-        assert after.weights.abs().sum() > 0
-        assert torch.equal(after.weights, alone.weights)
-        expected, found = alone.state, after.state
+    found = weights_of(params, torch.tensor([0.3, bad, 0.7])).state
+    assert found is None
+    for shift in (0.0, 0.5, 1.0):  # as if the batch had not been
+        weights, _, found = weights_of(params, x + shift, state=found)
+        assert weights.isfinite().all()
+        assert weights.abs().sum() > 0
     later = weights_of(params, x * bad, state=found)
     assert not later.losses.isfinite().all()
     torch.testing.assert_close(later.state, found, rtol=0, atol=0)
@@ -144,15 +125,13 @@ def test_parameters_that_no_loss_reaches_are_told():
         return net["head"](body(own, {}, x)[0].tanh()).square().mean(0)
 
     params = dict(net.named_parameters())
-    with pytest.warns(
-        UserWarning, match=r"weights_fn: no loss reaches 'head\.bias', 'head\.weight' on this batch, so they"
-    ):
+    with pytest.warns(UserWarning, match=r"weights_fn: no loss reaches 'head\.bias', 'head\.weight' on this batch, so"):
         found = jd.weights_fn(losses, jd.config())(params, x)
     jd.weights_fn(losses, jd.config())(params, x, state=found.state)
     jd.weights_fn(losses, jd.config())({name: p for name, p in params.items() if name.startswith("body.")}, x)
 
 
-def test_weights_that_carry_a_graph_to_a_leaf_that_is_no_parameter_are_told():
+def test_weights_that_carry_a_graph_to_a_leaf_are_told_and_those_of_modules_are_constants():
     params, x = problem(range(9))
     taken = {name: p.clone().requires_grad_() for name, p in params.items()}
     with pytest.warns(UserWarning, match=r"weights_fn: the weights carry a graph to '\w+', .*weights\.detach\(\)"):
@@ -164,15 +143,11 @@ def test_weights_that_carry_a_graph_to_a_leaf_that_is_no_parameter_are_told():
     jd.weights_fn(losses, jd.upgrad())(fast, x).weights.sum().backward()
     torch.func.grad(lambda p: jd.weights_fn(losses, jd.upgrad())(p, x).weights.square().sum())(params)
     jd.weights_fn(losses, jd.mean())(taken, x)
-
-
-def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
-    params, x = problem(range(9))
     own = {name: nn.Parameter(p) for name, p in params.items()}
-    found = jd.weights_fn(losses, jd.upgrad())(own, x)
-    assert not found.weights.requires_grad
+    constant = jd.weights_fn(losses, jd.upgrad())(own, x)
+    assert not constant.weights.requires_grad
     assert all(p.grad is None for p in own.values())
-    assert torch.equal(found.weights, jd.weights_fn(losses, jd.upgrad())(params, x).weights)
+    assert torch.equal(constant.weights, found.weights)
 
 
 class Tied(nn.Module):
@@ -218,14 +193,20 @@ def test_a_scale_keeps_the_gradients_of_float16_and_is_not_in_the_weights(rule, 
     torch.testing.assert_close(found.losses, small(params, x), rtol=0, atol=0)
 
 
+def in_halves(build):
+    """The weights of float16 parameters, whose gradients overflow with a scale of 2^16, and the start of training."""
+    params, x = problem([3, 1, -2, 5, 7, -4, 2, 6, -3])
+    f = jd.weights_fn(lambda params, x: {"near": losses(params, x)["near"].float()}, build())
+    weights_of = partial(f, {name: p.half() for name, p in params.items()}, x.half())
+    return weights_of, lambda shape=(): weights_of(scale=jd.scale_state(1.0, shape=shape))
+
+
 @pytest.mark.parametrize("shape", [(), 3], ids=["one scale", "a scale each"])
 @pytest.mark.parametrize("build", [jd.upgrad, jd.gradnorm, jd.excess_mtl, lambda: jd.cr_mogm(jd.upgrad())])
 def test_a_scale_that_is_too_large_gives_weights_that_are_not_finite_and_no_memory(build, shape):
-    params, x = problem([3, 1, -2, 5, 7, -4, 2, 6, -3])
-    own, half = {name: p.half() for name, p in params.items()}, x.half()
-    weights_of = jd.weights_fn(lambda params, x: {"near": losses(params, x)["near"].float()}, build())
-    first = weights_of(own, half, scale=jd.scale_state(1.0, shape=shape))
-    found = weights_of(own, half, state=first.state, scale=jd.scale_state(2.0**16, shape=shape))
+    weights_of, started = in_halves(build)
+    first = started(shape)
+    found = weights_of(state=first.state, scale=jd.scale_state(2.0**16, shape=shape))
     assert first.weights.isfinite().all()
     assert not found.weights.isfinite().any()
     assert found.losses["near"].isfinite().all()
@@ -236,15 +217,9 @@ def test_a_scale_that_is_too_large_gives_weights_that_are_not_finite_and_no_memo
     "build", [jd.mean, jd.dwa, jd.famo, jd.uw, jd.imtl_l, lambda: jd.random_weights(jd.random.key(0))]
 )
 def test_a_rule_that_looks_at_no_gradient_remembers_a_batch_whose_gradients_overflow(build):
-    params, x = problem([3, 1, -2, 5, 7, -4, 2, 6, -3])
-    own, half = {name: p.half() for name, p in params.items()}, x.half()
-    weights_of = jd.weights_fn(lambda params, x: {"near": losses(params, x)["near"].float()}, build())
-    first = weights_of(own, half, scale=jd.scale_state(1.0))
-    too_large = jd.scale_state(2.0**16)
-    found, expected = (
-        weights_of(own, half, state=first.state, scale=too_large),
-        weights_of(own, half, state=first.state),
-    )
+    weights_of, started = in_halves(build)
+    first = started()
+    found, expected = (weights_of(state=first.state, scale=s) for s in (jd.scale_state(2.0**16), None))
     assert found.weights.isfinite().all()
     assert torch.equal(found.weights, expected.weights)
     torch.testing.assert_close(found.state, expected.state, rtol=0, atol=0)
@@ -268,7 +243,7 @@ def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
         jd.weights_fn(partly, jd.upgrad())(params, x)
 
 
-def test_parameters_that_are_frozen_are_refused():
+def test_parameters_that_are_frozen_are_refused_later_too():
     base, head = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
     net, x = nn.Sequential(base, head), torch.randn(4, 2)
     losses = lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0)
@@ -280,10 +255,7 @@ def test_parameters_that_are_frozen_are_refused():
     rows = [torch.autograd.grad(y, [*head.parameters()], retain_graph=True) for y in values]
     expected = jd.aggregate(jd.config(), torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])).weights
     torch.testing.assert_close(found.weights, expected.float())
-
-
-def test_parameters_that_are_frozen_later_are_refused_too():
-    net, x = nn.Linear(2, 2), torch.randn(4, 2)
+    net = nn.Linear(2, 2)
     weigh = jd.weights_fn(lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0), jd.config())
     state = weigh(dict(net.named_parameters()), x).state
     net.bias.requires_grad_(False)
@@ -306,16 +278,12 @@ def test_composes_with_transforms(rule):
     params, x = problem(range(9))
     weigh = lambda params, x: jd.weights_fn(losses, rule)(params, x).weights
     by_hand = lambda params, x: jd.aggregate(rule, gradients(params, x), losses=losses(params, x)).weights
-    pairs = torch.stack([x, x + 1]), torch.stack([x, x * x])
-    torch.testing.assert_close(
-        torch.vmap(weigh, (None, 0))(params, pairs[0]), torch.vmap(by_hand, (None, 0))(params, pairs[0])
-    )
-    torch.testing.assert_close(
-        torch.func.jvp(lambda x: weigh(params, x), (x,), (pairs[1][1],)),
-        torch.func.jvp(lambda x: by_hand(params, x), (x,), (pairs[1][1],)),
-    )
-    first = lambda f: torch.func.grad(lambda p: f(p, x)[0])(params)
-    torch.testing.assert_close(first(weigh), first(by_hand))
+    for transformed in (
+        lambda f: torch.vmap(f, (None, 0))(params, torch.stack([x, x + 1])),
+        lambda f: torch.func.jvp(lambda x: f(params, x), (x,), (x * x,)),
+        lambda f: torch.func.grad(lambda p: f(p, x)[0])(params),
+    ):
+        torch.testing.assert_close(transformed(weigh), transformed(by_hand))
     compiled = torch.compile(weigh, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(params, x), weigh(params, x))
     scaled = lambda scale: jd.weights_fn(losses, rule)(params, x, scale=scale).weights
