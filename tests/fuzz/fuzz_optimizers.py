@@ -3,20 +3,37 @@
 from typing import Any
 
 import torch
-from fuzz_values import key, params
+from fuzz_values import given, key, params
 from garbage import FLOATS, NOT_NEGATIVE, OPTION, SWITCH, Call, kinds
 
 import functional_jd as jd
 
+# What is valid beside the values below, by the name of the argument; and the arguments that are functions of the user.
+FINE = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), NOT_NEGATIVE),
+    **dict.fromkeys(("multiplier", "max_norm"), NOT_NEGATIVE - {"true"}),
+    **{"momentum": kinds({"zero"}), "nesterov": SWITCH, "batch_size": kinds({"scalar"}), "merit": OPTION},
+    **{"rates": kinds({"nans"}), "direction": FLOATS, "norm_type": kinds({"inf"})},
+}
+FUNCTIONS = kinds({"lr", "labels", "merit"})
 
-def _optimizer(build, fine: dict[str, Any], valid, functions: frozenset[str] = kinds()) -> Call:
+
+def _call(f: Any, **fine: Any) -> Any:
+    def of(**values: Any) -> Call:
+        named = {name: FINE[name] for name in values if name in FINE} | fine
+        return Call(f, given(**values), named, FUNCTIONS.intersection(values))
+
+    return of
+
+
+def _optimizer(build: Any) -> Any:
     """An optimizer is built, started, and takes a step."""
 
     def use(**hyper: Any) -> Any:
         optimizer = build(**hyper)
         return optimizer.update(params(), optimizer.init(params()), params())
 
-    return Call(use, valid, fine, functions)
+    return _call(use)
 
 
 def _searched(**hyper: Any) -> Any:
@@ -29,54 +46,23 @@ def _by_name(name: str, leaf: Any) -> str:
 
 
 OPTIMIZERS = {
-    "sgd": _optimizer(
-        jd.sgd,
-        {"lr": NOT_NEGATIVE, "momentum": kinds({"zero"}), "nesterov": SWITCH, "weight_decay": NOT_NEGATIVE},
-        lambda: {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1},
-        kinds({"lr"}),
+    "sgd": _optimizer(jd.sgd)(lr=0.1, momentum=0.9, nesterov=False, weight_decay=0.1),
+    "adamw": _optimizer(jd.adamw)(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1),
+    "alternating": _optimizer(lambda **hyper: jd.aggregators.alternating(**hyper)[1])(
+        rule=jd.upgrad, objectives=2, lr=0.1, betas=(0.9, 0.99), eps=1e-8
     ),
-    "adamw": _optimizer(
-        jd.adamw,
-        {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE},
-        lambda: {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1},
-        kinds({"lr"}),
+    "from_torch": _optimizer(jd.from_torch)(cls=lambda: torch.optim.SGD, lr=0.1),
+    "from_transformation": _optimizer(jd.from_transformation)(transformation=lambda: _Transformation()),
+    "by_label": _optimizer(jd.by_label)(
+        optimizers=lambda: {"small": jd.sgd(0.1), "large": jd.adamw()}, labels=lambda: _by_name
     ),
-    "alternating": _optimizer(
-        lambda **hyper: jd.aggregators.alternating(**hyper)[1],
-        {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE},
-        lambda: {"rule": jd.upgrad(), "objectives": 2, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8},
-        kinds({"lr"}),
+    "noised": _optimizer(jd.noised)(
+        optimizer=lambda: jd.sgd(0.1), key=lambda: key(0), multiplier=1.0, max_norm=1.0, batch_size=4.0
     ),
-    "from_torch": _optimizer(
-        jd.from_torch, {"lr": NOT_NEGATIVE}, lambda: {"cls": torch.optim.SGD, "lr": 0.1}, kinds({"lr"})
-    ),
-    "from_transformation": _optimizer(jd.from_transformation, {}, lambda: {"transformation": _Transformation()}),
-    "by_label": _optimizer(
-        jd.by_label,
-        {},
-        lambda: {"optimizers": {"small": jd.sgd(0.1), "large": jd.adamw()}, "labels": _by_name},
-        kinds({"labels"}),
-    ),
-    "noised": _optimizer(
-        jd.noised,
-        {"multiplier": NOT_NEGATIVE - {"true"}, "max_norm": NOT_NEGATIVE - {"true"}, "batch_size": kinds({"scalar"})},
-        lambda: {"optimizer": jd.sgd(0.1), "key": key(0), "multiplier": 1.0, "max_norm": 1.0, "batch_size": 4.0},
-    ),
-    "line_search": Call(
-        _searched,
-        lambda: {"optimizer": jd.sgd(0.1), "rates": [1.0, 0.0], "merit": torch.sum},
-        {"merit": OPTION, "rates": kinds({"nans"})},
-        kinds({"merit"}),
-    ),
-    "global_norm": Call(
-        jd.optimizers.global_norm,
-        lambda: {"direction": params(), "norm_type": 2.0},
-        {"direction": FLOATS, "norm_type": kinds({"inf"})},
-    ),
-    "clip_by_norm": Call(
-        jd.optimizers.clip_by_norm,
-        lambda: {"direction": params(), "max_norm": 1.0, "norm_type": 2.0},
-        {"direction": FLOATS, "max_norm": NOT_NEGATIVE | {"inf"}, "norm_type": kinds({"inf"})},
+    "line_search": _call(_searched)(optimizer=lambda: jd.sgd(0.1), rates=[1.0, 0.0], merit=lambda: torch.sum),
+    "global_norm": _call(jd.optimizers.global_norm)(direction=params, norm_type=2.0),
+    "clip_by_norm": _call(jd.optimizers.clip_by_norm, max_norm=NOT_NEGATIVE | {"inf"})(
+        direction=params, max_norm=1.0, norm_type=2.0
     ),
 }
 
