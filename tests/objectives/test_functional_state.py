@@ -170,13 +170,20 @@ def test_a_parameter_that_is_kept_elsewhere_raises_by_name(make, frozen):
     apply, params = fj.functional(net), {name: p.detach() + 0.1 for name, p in net.named_parameters()}
     losses = lambda params, x: apply(params, {}, x)[0].square().mean(0)
     words = r"functional: forward must use the parameters that are passed, .* own 'lin\.(weight|bias)'"
-    method = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    start = lambda losses, params: fj.train_state(params, X, losses=losses, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
+    examples = fj.per_example(lambda params, x: losses(params, x[None]).sum())
+    tasks = fj.multitask(
+        lambda params, x: apply(params, {}, x)[0], lambda heads, y, x: [heads * y.sum(), y.exp().sum()]
+    )
     for run in (
         lambda: apply(params, {}, X),
         lambda: fj.jacobian_fn(losses)(params, X),
         lambda: torch.func.grad(lambda params: losses(params, X).sum())(params),
         lambda: torch.vmap(lambda x: apply(params, {}, x))(X),
-        lambda: fj.train_state(params, X, **method),
+        lambda: start(losses, params),
+        lambda: start(examples, params),
+        lambda: start(tasks, {"shared": params, "heads": torch.tensor(2.0)}),
+        lambda: fj.weights_fn(losses, fj.upgrad())(params, X),
     )[: 2 if make is Scripted else None]:
         with pytest.raises(ValueError, match=words):
             run()
