@@ -87,7 +87,7 @@ def same(found, expected, **tolerance):
         torch.testing.assert_close(x, y, **close)  # shape and dtype too
 
 
-def same_but_for_scales(found, expected):
+def same_unscaled(found, expected):
     """Unscaled rows: each entry is a few roundings of the float32 scale off, beside those of the sums."""
     found = leaves(found)
     assert len(found) == len(expected)

@@ -33,9 +33,6 @@ def warm_step(device, losses, params, *batch, aggregator=None, optimizer=None, e
     return take(state, *batch)
 
 
-# Where things stand
-
-
 def test_a_key_follows_the_parameters():
     def losses(params, key, x):
         key, now = jd.random.split(key)
@@ -80,9 +77,6 @@ def test_generators_are_put_back_as_on_the_cpu(current):
         torch.manual_seed(0)
         jd.train_state(params, x, **how)
         assert torch.equal(torch.sim.get_rng_state(0), expected)
-
-
-# Waiting
 
 
 WITHOUT_SEARCH = {
@@ -141,18 +135,12 @@ def test_a_step_is_captured(kind, engine, scale):
         jd.step(state, *batch, engine=engine, **how)
 
 
-# Launches
-
-
 def test_a_gramian_takes_four_launches_a_leaf():
     with simulated() as device:
         jacobian = {name: torch.ones(8, 2**17 * k, device="sim") for name, k in (("a", 16), ("b", 4), ("c", 1))}
         device.reset()
         views.gramian(jacobian)
         assert device.launches <= 4 * len(jacobian)
-
-
-# What a device may be told
 
 
 def test_the_direction_is_no_product_of_matrices_that_tf32_would_round():

@@ -6,9 +6,7 @@ calls too, and noise for all leaves at once.
 
 import pytest
 import torch
-from bounds import check_same
 from simulated import simulated
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -33,23 +31,6 @@ def same_bits_on_both(f, *inputs, launches):
     assert all(map(torch.equal, leaves, others))
 
 
-@pytest.mark.parametrize(
-    ("draw", "launches"),
-    [
-        (lambda key: jd.random.uniform(key, (1001,)), 29),
-        (lambda key: jd.random.uniform(key, (7, 3), dtype=torch.float16), 29),
-        (lambda key: jd.random.normal(key, (33,)), 45),
-        (lambda key: jd.random.normal(key, (3, 70), dtype=torch.float64), 44),
-        (lambda key: jd.random.split(key, 5), 25),
-        (lambda key: jd.random.permutation(key, 50), 26),
-        (lambda key: jd.random.fold_in(key, 3), 52),
-        (lambda key: torch.vmap(lambda key: jd.random.normal(key, (4, 2)))(jd.random.split(key, 3)), 70),
-    ],
-)
-def test_a_draw(draw, launches):
-    same_bits_on_both(draw, KEY, launches=launches)
-
-
 def dropped(times, p=0.5):
     def f(x):
         for _ in range(times):
@@ -57,21 +38,6 @@ def dropped(times, p=0.5):
         return x
 
     return f
-
-
-@pytest.mark.parametrize(("times", "launches"), [(1, 58), (5, 74), (36, 252)])
-def test_masks_of_one_size_are_drawn_together(times, launches):
-    same_bits_on_both(jd.random.keyed(dropped(times)), KEY, torch.ones(6, 50), launches=launches)
-
-
-def test_a_key_on_the_host_makes_no_step_wait():
-    with simulated() as device:
-        x = device.put(torch.ones(6, 50))
-        f = jd.random.keyed(lambda x: (dropped(3)(x), torch.randn_like(x)))
-        f(KEY, x)
-        device.reset()
-        f(KEY, x)
-        assert not device.waits
 
 
 def mixed(x):
@@ -86,13 +52,37 @@ def mixed(x):
     return first, noise, feature, inside, gradient, events, again, F.dropout(torch.ones_like(x[0]), 0.5)
 
 
-def test_draws_between_masks_and_in_transforms_have_their_own_bits():
-    same_bits_on_both(jd.random.keyed(mixed), KEY, torch.ones(3, 4), launches=290)
+DRAWS = [
+    (lambda key: jd.random.uniform(key, (1001,)), (KEY,), 29),
+    (lambda key: jd.random.uniform(key, (7, 3), dtype=torch.float16), (KEY,), 29),
+    (lambda key: jd.random.normal(key, (33,)), (KEY,), 45),
+    (lambda key: jd.random.normal(key, (3, 70), dtype=torch.float64), (KEY,), 44),
+    (lambda key: jd.random.split(key, 5), (KEY,), 25),
+    (lambda key: jd.random.permutation(key, 50), (KEY,), 26),
+    (lambda key: jd.random.fold_in(key, 3), (KEY,), 52),
+    (lambda key: torch.vmap(lambda key: jd.random.normal(key, (4, 2)))(jd.random.split(key, 3)), (KEY,), 70),
+    # Masks of one size are drawn together.
+    (jd.random.keyed(dropped(1)), (KEY, torch.ones(6, 50)), 58),
+    (jd.random.keyed(dropped(5)), (KEY, torch.ones(6, 50)), 74),
+    (jd.random.keyed(dropped(36)), (KEY, torch.ones(6, 50)), 252),
+    (jd.random.keyed(mixed), (KEY, torch.ones(3, 4)), 290),
+    (torch.vmap(jd.random.keyed(dropped(3)), in_dims=(0, None)), (jd.random.split(KEY, 3), torch.ones(20)), 66),
+]
 
 
-def test_masks_for_each_element_of_a_batch_of_keys():
-    f = torch.vmap(jd.random.keyed(dropped(3)), in_dims=(0, None))
-    same_bits_on_both(f, jd.random.split(KEY, 3), torch.ones(20), launches=66)
+@pytest.mark.parametrize(("draw", "inputs", "launches"), DRAWS)
+def test_draws_have_the_bits_of_the_cpu_in_few_launches(draw, inputs, launches):
+    same_bits_on_both(draw, *inputs, launches=launches)
+
+
+def test_a_key_on_the_host_makes_no_step_wait():
+    with simulated() as device:
+        x = device.put(torch.ones(6, 50))
+        f = jd.random.keyed(lambda x: (dropped(3)(x), torch.randn_like(x)))
+        f(KEY, x)
+        device.reset()
+        f(KEY, x)
+        assert not device.waits
 
 
 def test_a_checkpoint_draws_the_same_masks_again():
@@ -104,28 +94,6 @@ def test_a_checkpoint_draws_the_same_masks_again():
         return torch.autograd.grad(run(key, torch.ones_like(w)), leaf)[0]
 
     same_bits_on_both(loss, KEY, torch.linspace(1, 2, 40), launches=139)
-
-
-def test_a_transformer_in_training_mode():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = nn.TransformerEncoderLayer(4, 2, 8, 0.3, batch_first=True).double()
-    apply = jd.functional(net)
-    params = {name: p.detach() for name, p in net.named_parameters()}
-
-    def losses(params, key, x):
-        key, now = jd.random.split(key)
-        return jd.random.keyed(lambda: apply(params, {}, x)[0])(now).square().mean((1, 2)), key
-
-    def moved(params, key, x):
-        how = {"losses": losses, "aggregator": jd.mean(), "optimizer": jd.sgd(0.1)}
-        state = jd.train_state(params, x, buffers=key, **how)
-        return jd.step(state, x, **how)[0].params
-
-    expected = moved(params, KEY, torch.ones(3, 5, 4, dtype=torch.float64))
-    with simulated() as device:
-        found = device.get(moved(*device.put((params, KEY, torch.ones(3, 5, 4, dtype=torch.float64)))))
-    check_same(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torchopt
 from bounds import check_same
 from jacobian_by_hand import KINDS
 from simulated import simulated
+from small_modules import made
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from zoo import MODELS, numbers, plain, tasks
@@ -125,9 +126,7 @@ def test_every_optimizer(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_autocast(dtype, shape, around):
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    net = made(lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)))
     apply = jd.functional(net)
 
     def losses(params, x, y):
@@ -162,9 +161,7 @@ def test_a_skipped_step(shape):
 
 
 def test_buffers():
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    net = made(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
     apply = jd.functional(net)
 
     def losses(params, buffers, x):
@@ -191,6 +188,21 @@ def test_keys_and_torchs_own_draws(engine):
         return trained(device, params, x, losses=losses, buffers=key, engine=engine)
 
     same_on_both(run, {"w": numbers(5, 3)}, jd.random.key(0), numbers(4, 5))
+
+
+def test_a_transformer_in_training_mode():
+    net = made(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.3, batch_first=True).double())
+    apply = jd.functional(net)
+
+    def losses(params, key, x):
+        key, now = jd.random.split(key)
+        return jd.random.keyed(lambda: apply(params, {}, x)[0])(now).square().mean((1, 2)), key
+
+    def run(device, params, key, x):
+        return trained(device, params, x, losses=losses, buffers=key, aggregator=jd.mean(), steps=1)
+
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    same_on_both(run, params, jd.random.key(5), numbers(3, 5, 4))
 
 
 def test_steps_of_several_models_at_once_and_their_derivatives():

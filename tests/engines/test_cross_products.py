@@ -3,18 +3,14 @@
 import pytest
 import torch
 from bounds import check_products, check_stable
-from gramian_by_hand import F, Largest, both_prices, wide
+from gramian_by_hand import F, Largest, wide
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
-from torch.utils import _pytree
-from zoo import MODELS, mlp, numbers
+from zoo import MODELS, Case, numbers
 
-from functional_jd import cross_gramian_fn
+from functional_jd import SlowPathWarning, cross_gramian_fn, per_example, scale_state
 from functional_jd.engines.gramian import products
-from functional_jd.objectives import Multitask, per_example
-from functional_jd.precision.scale_state import scale_state
-from functional_jd.torch_compat.callers import SlowPathWarning
+from functional_jd.objectives import Multitask
 
-# Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
@@ -43,24 +39,16 @@ def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monke
     case = case_of(name, kind)
     other = other_batch(case)
     rows, others = flat_rows(case, case.args), flat_rows(case, other)
-    for lean in (True, False):
+    scales = [torch.tensor(64.0), scale_state(8.0)] if name == "mlp" else []
+    for lean, scale in ((True, None), (False, None), *((True, scale) for scale in scales)):
         priced(monkeypatch, lean)
-        f = cross_gramian_fn(case.losses)
+        f = cross_gramian_fn(case.losses, scale=scale)
         products = f(case.params, case.args, other)
         assert products.dtype == torch.float64
         check_products(products, rows, others)
         check_products(f(case.params, other, case.args), others, rows)
         if kind == "by_example":
             check_products(f(case.params, case.args, tuple(x[:3] for x in other)), rows, others[:3])
-
-
-@pytest.mark.parametrize("scale", [torch.tensor(64.0), scale_state(8.0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scale_leaves_no_trace(kind, scale):
-    case = case_of("mlp", kind)
-    other = other_batch(case)
-    products = cross_gramian_fn(case.losses, scale=scale)(case.params, case.args, other)
-    check_products(products, flat_rows(case, case.args), flat_rows(case, other))
 
 
 def test_rows_of_known_layers_are_never_formed():
@@ -80,11 +68,9 @@ def test_a_row_that_overflowed_is_a_row_that_is_not_finite():
 
 
 def test_what_vmap_refuses_is_taken_row_by_row():
-    name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
-    case = case_of(name, "by_example")
+    case = case_of(next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single), "by_example")
     rows = flat_rows(case, case.args)
-    products = cross_gramian_fn(case.losses)(case.params, case.args, case.args)
-    check_products(products, rows, rows)
+    check_products(cross_gramian_fn(case.losses)(case.params, case.args, case.args), rows, rows)
 
 
 def test_a_derivative_inside_the_losses_says_what_it_costs():
@@ -96,7 +82,7 @@ def test_a_derivative_inside_the_losses_says_what_it_costs():
     params, x = {"w": numbers(2, 3)}, numbers(4, 3, seed=1)
     with pytest.warns(SlowPathWarning, match=r"cross_gramian_fn.*forms all rows"):
         products = cross_gramian_fn(per_example(loss))(params, (x,), (x[:2],))
-    rows = flat_rows(type(case_of("mlp", "plain"))(params, per_example(loss), (x,)), (x,))
+    rows = flat_rows(Case(params, per_example(loss), (x,)), (x,))
     check_products(products, rows, rows[:2])
 
 
@@ -109,42 +95,9 @@ def test_mistakes_are_named():
         cross_gramian_fn(lambda p: p, scale=torch.ones(2))
 
 
-def small(kind):
-    case = KINDS[kind](mlp((2, 3, 3)))
-    return case, other_batch(case)
-
-
-@both_prices
-@pytest.mark.parametrize("kind", KINDS)
-def test_composes_with_every_transform(kind, lean, monkeypatch):
-    priced(monkeypatch, lean)
-    case, other = small(kind)
-    flat, spec = _pytree.tree_flatten(case.params)
-    f = cross_gramian_fn(case.losses, scale=torch.tensor(4.0))
-    counted = numbers(*f(case.params, case.args, other).shape, seed=5)
-
-    def number(*flat):
-        products = f(_pytree.tree_unflatten(list(flat), spec), case.args, other)
-        return (products * counted).sum()
-
-    points = [x.clone().requires_grad_() for x in flat]
-    assert torch.autograd.gradcheck(number, points)
-    tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
-
-    def backward(*flat):
-        slopes = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
-        return sum((g * t).sum() for g, t in zip(slopes, tangents, strict=True))
-
-    check_stable(torch.func.jvp(number, tuple(flat), tuple(tangents))[1], backward, *flat)
-    several = [torch.stack([x, 2 * x]) for x in flat]
-    loop = lambda *several: torch.stack([number(*(x[i] for x in several)) for i in range(2)])
-    check_stable(torch.vmap(number)(*several), loop, *several)
-
-
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_compiles_to_one_graph():
-    case, other = small("by_example")
-    f = cross_gramian_fn(case.losses)
+    case = case_of("mlp", "by_example")
+    other, f = other_batch(case), cross_gramian_fn(case.losses)
     torch.compiler.reset()
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     check_stable(compiled(case.params, case.args, other), f, case.params, case.args, other)

@@ -10,31 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from bounds import check_products, check_stable, check_within, eps
-from gramian_by_hand import priced
+from gramian_by_hand import WEIGHTS, priced
 from jacobian_by_hand import KINDS, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, MORE, Case, numbers
 
 import functional_jd as fj
-from functional_jd import gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
+from functional_jd import gramian_fn, jacobian_fn, per_example, scale_state, squared_norms_fn, weighted_fn
 from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.distributed import replicated
 from functional_jd.engines import replicas
 from functional_jd.engines.by_name import MODES
 from functional_jd.engines.gramian import products
 from functional_jd.engines.kinds import kind as from_rows
-from functional_jd.objectives import Multitask, per_example
-from functional_jd.precision.scale_state import scale_state
+from functional_jd.objectives import Multitask
 
-pytestmark = [
-    # Of torch's own decompositions for forward mode.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    # Slow operators are no errors.
-    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 ROUNDINGS = 2**10
-WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
 FACTORS = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])
 POWERS = FACTORS.log2().floor().exp2()
 
@@ -48,10 +41,8 @@ def by_sets(model):
     def size(p, x):
         return model.predict(p, x[None])[0].square().sum()
 
-    x, y = model.inputs, numbers(1, 3, seed=99)
-    return Case(
-        model.params, per_example({"size": size, "error": error}), ({"error": x[:1], "size": x[1:]}, {"error": y})
-    )
+    x, losses = model.inputs, per_example({"size": size, "error": error})
+    return Case(model.params, losses, ({"error": x[:1], "size": x[1:]}, {"error": numbers(1, 3, seed=99)}))
 
 
 def apart(case):
@@ -86,9 +77,8 @@ class Expected:
         flat = [r.double().reshape(self.m, -1) for r in self.rows]
         self.matrix = torch.cat(flat[self.heads :], 1)
         self.dtype = max((x.dtype for x in leaves(case.params)), key=eps)
-        self.off = (
-            ROUNDINGS * eps(self.dtype) * torch.cat(flat, 1).norm(dim=1)
-        )  # what an entry of each row may be off by
+        # What an entry of each row may be off by.
+        self.off = ROUNDINGS * eps(self.dtype) * torch.cat(flat, 1).norm(dim=1)
 
     def check_jacobian(self, jacobian, scale):
         """The rows, unscaled in at least float32; the heads' as a plain sum."""
@@ -113,6 +103,13 @@ class Expected:
         for i, (leaf, rows) in enumerate(zip(found, self.rows, strict=True)):
             own = torch.ones_like(weights) if i < self.heads else weights
             check_within(leaf, torch.tensordot(own, rows.double(), 1), own.abs() @ self.off)
+
+    def check_pulled(self, values, pullback, scale, **how):
+        self.check_values(values)
+        direction, finite = pullback(WEIGHTS[: self.m], **how)
+        self.check_direction(direction)
+        assert finite.shape == (() if scale is None else factors_of(scale).shape)
+        assert finite.all()
 
     def check_values(self, values):
         assert _pytree.tree_structure(values) == _pytree.tree_structure(self.values)
@@ -168,41 +165,26 @@ def check_rows(expected, mode, scale):
 
 
 def check_gramian(expected, scale):
-    gramian, values, pullback = at(gramian_fn(expected.case.losses, scale=scale), expected.case)
+    gramian, *rest = at(gramian_fn(expected.case.losses, scale=scale), expected.case)
     assert gramian.dtype == torch.float64
     check_products(gramian, expected.matrix, expected.matrix, expected.dtype)
-    expected.check_values(values)
-    direction, finite = pullback(WEIGHTS[: expected.m])
-    expected.check_direction(direction)
-    assert finite.shape == (() if scale is None else factors_of(scale).shape)
-    assert finite.all()
+    expected.check_pulled(*rest, scale)
 
 
 def check_norms(expected, scale):
-    squares, values, pullback = at(squared_norms_fn(expected.case.losses, scale=scale), expected.case)
+    squares, *rest = at(squared_norms_fn(expected.case.losses, scale=scale), expected.case)
     assert squares.dtype == torch.float64
     true = expected.matrix.square().sum(1)
     check_within(squares, true, ROUNDINGS * eps(expected.dtype) * true)
-    expected.check_values(values)
-    direction, finite = pullback(WEIGHTS[: expected.m])
-    expected.check_direction(direction)
-    assert finite.shape == (() if scale is None else factors_of(scale).shape)
-    assert finite.all()
+    expected.check_pulled(*rest, scale)
 
 
 def check_weighted(expected, scale):
-    values, pullback = at(weighted_fn(expected.case.losses, scale=scale), expected.case)
-    expected.check_values(values)
-    direction, finite = pullback(WEIGHTS[: expected.m], last=True)
-    expected.check_direction(direction)
-    assert finite.shape == (() if scale is None else factors_of(scale).shape)
-    assert finite.all()
+    expected.check_pulled(*at(weighted_fn(expected.case.losses, scale=scale), expected.case), scale, last=True)
 
 
 def possible(model, kind, mode):
-    if mode == "vmap":
-        return model.examples if kind in ("by_example", "by_sets") else model.vmap
-    return True
+    return mode != "vmap" or (model.examples if kind in ("by_example", "by_sets") else model.vmap)
 
 
 def engines_of(expected, name, kind):
@@ -334,8 +316,8 @@ def test_a_step_with_every_engine_is_the_one_by_hand(need, kind):
         for scaled, scale in {"by row": by_row, **others}.items():
             state = fj.train_state(case.params, *case.args, scale=scale, engine=engine_of, **how_to)
             state, info = fj.step(state, *case.args, engine=engine_of, **how_to)
-            found = torch.cat([x.reshape(-1) for x in leaves(info.losses)]), info.weights, leaves(state.params)
-            found = found[0], leaves(found[1]), found[2]
+            losses = torch.cat([x.reshape(-1) for x in leaves(info.losses)])
+            found = losses, leaves(info.weights), leaves(state.params)
             try:
                 check_stable(found, after_step(expected, rule, how), expected.rows, values, roundings=ROUNDINGS)
                 assert info.finite.shape == (() if scale is None else scale.scale.shape)

@@ -5,7 +5,7 @@ import collections
 import pytest
 import torch
 from bounds import check_same
-from jacobian_by_hand import every_kind, leaves, same, same_but_for_scales
+from jacobian_by_hand import every_kind, leaves, same, same_unscaled
 from torch import nn
 from zoo import BATCH, bare, by_example, mlp, numbers, of_module, plain, tasks
 
@@ -208,7 +208,7 @@ def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monke
         for take in (f, slopes):
             stacked = tree_map(lambda *x: torch.stack(x), *replicas)
             loop = [torch.stack(x) for x in zip(*[leaves(take(*each)) for each in replicas], strict=True)]
-            same_but_for_scales(torch.vmap(take)(*stacked), loop)
+            same_unscaled(torch.vmap(take)(*stacked), loop)
 
 
 @pytest.mark.parametrize("name", ["jacobian_fn", "squared_norms_fn", "weighted_fn"])

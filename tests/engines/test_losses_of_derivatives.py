@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from bounds import check_within, eps
+from jacobian_by_hand import rows_of
 from torch.func import grad, hessian, jvp, vmap
 
 import functional_jd as fj
@@ -55,11 +56,6 @@ def by_grad(u, x):
     return slope(x), torch.stack(seconds, dim=1)
 
 
-def by_hessian(u, x):
-    slope = grad(lambda x: u(x).sum())
-    return slope(x), vmap(hessian(u))(x).diagonal(dim1=-2, dim2=-1)
-
-
 def by_autograd(u, x):
     x = x.detach().requires_grad_()
     (slope,) = torch.autograd.grad(u(x).sum(), x, create_graph=True)
@@ -73,6 +69,7 @@ def in_closed_form(p, x):
     return terms @ p["w"], terms @ p["w"].square()
 
 
+by_hessian = lambda u, x: (by_grad(u, x)[0], vmap(hessian(u))(x).diagonal(dim1=-2, dim2=-1))
 STYLES = {"jvp": by_jvp, "grad": by_grad, "hessian": by_hessian, "autograd": by_autograd}
 
 
@@ -111,10 +108,7 @@ def styled(style):
 
 
 def plain_rows(losses, params, *batch):
-    """By ordinary autograd, one loss after the other."""
-    points = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
-    rows = [torch.autograd.grad(loss, list(points.values()), retain_graph=True) for loss in losses(points, *batch)]
-    return {name: torch.stack(parts) for name, parts in zip(points, zip(*rows, strict=True), strict=True)}
+    return dict(zip(sorted(params), rows_of(losses, params, *batch), strict=True))
 
 
 def check_rows(losses, expected, terms, params, batch, dtype):
@@ -167,17 +161,9 @@ def forces_in_closed_form(p, x, sign):
     return torch.zeros_like(x).index_add(0, i, push).index_add(0, j, sign * push)
 
 
-def forces_by_grad(p, x):
-    return -grad(potential, argnums=1)(p, x)
-
-
 def forces_by_autograd(p, x):
     x = x.detach().requires_grad_()
     return -torch.autograd.grad(potential(p, x), x, create_graph=True)[0]
-
-
-def forces_by_jvp(p, x):
-    return -torch.func.jacfwd(potential, argnums=1)(p, x)
 
 
 def potential_losses(forces, sign=-1):
@@ -196,7 +182,8 @@ def test_rows_of_energies_and_forces_in_every_style(dtype):
     expected = plain_rows(potential_losses(partial(forces_in_closed_form, sign=-1)), params, *data)
     sizes = (x, *(value.abs() for value in reference))
     terms = plain_rows(potential_losses(partial(forces_in_closed_form, sign=1), sign=1), params, *sizes)
-    for forces in (forces_by_grad, forces_by_autograd, forces_by_jvp):
+    by_grad, by_jvp = (lambda p, x, way=way: -way(potential, argnums=1)(p, x) for way in (grad, torch.func.jacfwd))
+    for forces in (by_grad, forces_by_autograd, by_jvp):
         check_rows(potential_losses(forces), expected, terms, params, data, dtype)
 
 

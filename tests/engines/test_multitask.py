@@ -28,46 +28,13 @@ def losses(size=1.0):
     )
 
 
-def by_hand(size):
-    """The rows of the trunk `[m, *p]`, and the gradients of the heads `[m, *p]` before they are added."""
-    points = torch.utils._pytree.tree_map(lambda p: p.clone().requires_grad_(), PARAMS)
-    values = losses(size)(points, X)
-    leaves = [points["shared"]["w"], *points["heads"].values()]
-    found = [torch.autograd.grad(y, leaves, allow_unused=True, retain_graph=True) for y in values.values()]
-    rows = [[torch.zeros_like(x) if g is None else g for g, x in zip(each, leaves, strict=True)] for each in found]
-    w, *heads = (torch.stack(parts) for parts in zip(*rows, strict=True))
-    return w, dict(zip(PARAMS["heads"], heads, strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_overflow_in_a_head_is_its_own_row_s(mode):
-    """At its scale the gradient of the second head is 1e39, and at that of the first everything is finite."""
-    rows, heads = by_hand(1e30)
-    found, _, finite = fj.jacobian_fn(losses(1e30), mode=mode, scale=torch.tensor([8.0, 1e9]))(PARAMS, X)
-    assert finite.tolist() == [True, False]
-    torch.testing.assert_close(found.shared["w"][0], rows[0])
-    # What is left of the heads' gradient is that of the row that did not overflow.
-    for name, each in heads.items():
-        torch.testing.assert_close(found.heads[name], each[0])
-
-
-@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
-def test_a_step_backs_off_the_scale_of_the_head_that_overflowed(engine):
-    how = {"losses": losses(1e30), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1), "engine": engine}
-    scale = fj.scale_state(shape=(2,))._replace(scale=torch.tensor([8.0, 1e9]))
-    after, info = fj.step(fj.train_state(PARAMS, X, scale=scale, **how), X, **how)
-    assert (info.moved.item(), info.finite.tolist()) == (False, [True, False])
-    assert after.scale.scale.tolist() == [8.0, 5e8]
-
-
-def steep(own, h, x):
-    return {"a": (h @ own["a"]).sum(), "b": (own["b"] + own["a"]).sum() * own["both"]}
-
-
 OVERFLOWS = {
     "heads": losses(1e30),
     # Features of order one with derivatives of 1e30.
-    "trunk": fj.multitask(lambda s, x: (h := x @ s["w"]) + 1e30 * (h - h.detach()), steep),
+    "trunk": fj.multitask(
+        lambda s, x: (h := x @ s["w"]) + 1e30 * (h - h.detach()),
+        lambda own, h, x: {"a": (h @ own["a"]).sum(), "b": (own["b"] + own["a"]).sum() * own["both"]},
+    ),
 }
 
 
@@ -89,14 +56,17 @@ OF_PRODUCTS = [(engine, rule) for engine in ("jacobian", "gramian") for rule in 
 @pytest.mark.parametrize(
     ("engine", "rule"), [*OF_PRODUCTS, ("auto", fj.mgda()), ("auto", fj.mgda(cap=0.5)), ("jacobian", fj.mean())]
 )
-def test_heads_that_overflow_skip_a_step_with_one_scale_which_backs_off(rule, engine):
-    """The rows of the trunk are finite, and so are their products; of the heads, only their sum is known."""
+@pytest.mark.parametrize(
+    ("scale", "finite", "backed_off"), [(1e9, False, 5e8), ([8.0, 1e9], [True, False], [8.0, 5e8])]
+)
+def test_heads_that_overflow_skip_a_step_and_their_scale_backs_off(rule, engine, scale, finite, backed_off):
+    """The rows of the trunk are finite, and so are their products; with one scale, only the sum of heads is known."""
     how = {"losses": losses(1e30), "aggregator": rule, "optimizer": fj.sgd(0.1), "engine": engine}
-    state = fj.train_state(PARAMS, X, scale=fj.scale_state(1e9), **how)
-    after, info = fj.step(state, X, **how)
+    start = fj.scale_state(shape=torch.tensor(scale).shape)._replace(scale=torch.tensor(scale))
+    after, info = fj.step(fj.train_state(PARAMS, X, scale=start, **how), X, **how)
     assert not info.moved
-    assert not info.finite
-    assert after.scale.scale == 5e8
+    assert info.finite.tolist() == finite
+    assert after.scale.scale.tolist() == backed_off
     for name, p in PARAMS["heads"].items():
         assert torch.equal(after.params["heads"][name], p)
 
@@ -117,26 +87,25 @@ def test_heads_whose_sum_overflows_skip_a_step_with_a_scale_each(rule, engine):
     assert after.params["heads"]["both"] == 0
 
 
-def test_heads_in_half_precision_are_added_in_float32_with_a_scale():
-    """Without one, the direction has the dtypes of the parameters."""
-    halves = PARAMS | {"heads": {name: x.half() for name, x in PARAMS["heads"].items()}}
-    tasks = fj.multitask(
-        lambda s, x: x @ s["w"], lambda own, h, x: {"a": (h.half() @ own["a"]).sum().float(), "b": h.sum()}
-    )
-    for scale, dtype in ((torch.tensor(8.0), torch.float32), (None, torch.float16)):
-        _, _, pullback = fj.gramian_fn(tasks, scale=scale)(halves, X)
-        direction, _ = pullback(torch.ones(2))
-        assert {x.dtype for x in direction["heads"].values()} == {dtype}
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_heads_in_half_precision_are_added_in_float32(mode):
+    """Without a scale, the direction has the dtypes of the parameters."""
+    tasks = fj.multitask(lambda w, x: w * x, lambda v, h, x: [256 * v * h.to(v), v * h.to(v), v * h.to(v)])
+    params, x = {"shared": torch.tensor(1.0), "heads": torch.tensor(1.0, dtype=torch.bfloat16)}, torch.tensor(1.0)
+    found = fj.jacobian_fn(tasks, mode=mode)(params, x)[0].heads
+    assert (found.dtype, found) == (torch.bfloat16, 258)  # 256 + 1 is 256 in bfloat16
+    for scale, dtype in ((torch.tensor(8.0), torch.float32), (None, torch.bfloat16)):
+        direction, _ = fj.gramian_fn(tasks, scale=scale)(params, x)[-1](torch.ones(3))
+        assert (direction["heads"].dtype, direction["heads"]) == (dtype, 258)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_overflow_that_no_feature_can_tell_is_not_hidden(mode):
-    tasks = fj.multitask(
-        lambda s, x: x @ s["w"], lambda own, h, x: {"calm": own["a"].sum(), "wild": own["b"].sum() * 1e30}
-    )
-    _, _, finite = fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, 1e9]))(PARAMS, X)
-    assert not finite.all()
-    assert fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, 8.0]))(PARAMS, X)[2].all()
+    heads = lambda own, h, x: {"calm": own["a"].sum(), "wild": own["b"].sum() * 1e30}
+    tasks = fj.multitask(lambda s, x: x @ s["w"], heads)
+    for wild, fine in ((1e9, False), (8.0, True)):
+        finite = fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, wild]))(PARAMS, X)[2]
+        assert finite.all() == fine
 
 
 @pytest.mark.parametrize("scale", [None, ()])
@@ -170,15 +139,6 @@ def test_the_heads_are_differentiated_once_for_groups_with_different_weights(sca
         torch.testing.assert_close(new.params["heads"][name], params["heads"][name] - rows[name]["heads"][name])
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
-def test_heads_in_half_precision_are_added_in_float32_without_a_scale_too(mode):
-    tasks = fj.multitask(lambda w, x: w * x, lambda v, h, x: [256 * v * h.to(v), v * h.to(v), v * h.to(v)])
-    params = {"shared": torch.tensor(1.0), "heads": torch.tensor(1.0, dtype=torch.bfloat16)}
-    found = fj.jacobian_fn(tasks, mode=mode)(params, torch.tensor(1.0))[0].heads
-    assert found.dtype == torch.bfloat16
-    assert found == 258  # 256 + 1 is 256 in bfloat16
-
-
 def test_a_trunk_with_buffers_returns_a_pair():
     tasks = fj.multitask(lambda w, b, x: (w * x, b, b), lambda v, h, b, x: ([v * h, h], b))
     params = {"shared": torch.tensor(1.0), "heads": torch.tensor(1.0)}
@@ -209,10 +169,12 @@ SIZES = {"equal": (2, 2, 2), "different": (1, 3, 2), "one without": (2, 0, 3)}
 
 
 def problem(sizes):
-    heads = {f"h{i}": torch.full((2, n), 0.5 + i) for i, n in enumerate(sizes)}
+    """Small integers and halves; one parameter is of all heads."""
+    heads = {f"h{i}": torch.full((2, n), 0.5 + i) for i, n in enumerate(sizes)} | {"z": torch.tensor(0.5)}
 
     def top(own, features, x):
-        return [(features @ own[f"h{i}"]).square().sum() + features.sum() * (i + 1) for i in range(len(sizes))]
+        alone = [(features @ own[f"h{i}"]).square().sum() for i in range(len(sizes))]
+        return [loss + (features.sum() + own["z"]) * (i + 1) for i, loss in enumerate(alone)]
 
     return fj.multitask(lambda shared, x: x @ shared["w"], top), {"shared": {"w": TRUNK}, "heads": heads}
 
@@ -225,66 +187,68 @@ def sum_by_hand(sizes):
     return dict(zip(heads, torch.autograd.grad(total, list(heads.values())), strict=True))
 
 
-@pytest.mark.parametrize("shape", [(), (3,)])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_scales_leave_the_gradient_of_the_heads_as_it_is(sizes, shape):
+def rows_by_hand(sizes):
     losses, params = problem(sizes)
-    scale = fj.scale_state(shape=shape)
-    scale = scale._replace(scale=2.0 ** torch.tensor([3.0, 20.0, -5.0]) if shape else torch.tensor(2.0**9))
-    found, _, finite = fj.jacobian_fn(losses, scale=scale)(params, ROWS)
-    assert finite.all()
-    for name, expected in sum_by_hand(sizes).items():
-        assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
+    return torch.func.jacrev(lambda w: torch.stack(losses(params | {"shared": {"w": w}}, ROWS)))(TRUNK)
 
 
-@pytest.mark.parametrize("scale", [None, torch.tensor(2.0**9)], ids=["none", "one"])
+EACH = [2.0**3, 2.0**20, 2.0**-5]
+
+
+@pytest.mark.parametrize(("scale", "compiled"), [(2.0**9, False), (EACH, False), (None, True), (2.0**9, True)])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_compiled_heads_have_the_same_gradient_and_each_loss_its_row(sizes, scale):
+def test_scales_leave_the_gradient_of_the_heads_as_it_is_and_each_loss_has_its_row(sizes, scale, compiled):
     losses, params = problem(sizes)
     torch.compiler.reset()
-    found = torch.compile(fj.jacobian_fn(losses, scale=scale), fullgraph=True, backend="aot_eager")(params, ROWS)
+    find = fj.jacobian_fn(losses, scale=None if scale is None else torch.tensor(scale))
+    if compiled:
+        find = torch.compile(find, fullgraph=True, backend="aot_eager")
+    found, _, *finite = find(params, ROWS)
+    assert all(flags.all() for flags in finite)
     for name, expected in sum_by_hand(sizes).items():
-        assert torch.equal(found[0].heads[name].double(), expected)
-    for i in range(len(sizes)):
-        row = torch.func.grad(lambda w, i=i: losses({"shared": {"w": w}, "heads": params["heads"]}, ROWS)[i])(TRUNK)
-        assert torch.equal(found[0].shared["w"][i], row)
+        assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
+    assert torch.equal(found.shared["w"], rows_by_hand(sizes))
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap", "compiled"])
 @pytest.mark.parametrize("scale", [2.0**9, [2.0**3, 2.0**20]], ids=["one", "each"])
 def test_heads_may_have_no_parameters(mode, scale):
     losses = fj.multitask(lambda shared, x: x @ shared, lambda _, z, x: [z.sum(), (z[0] * torch.arange(2)).sum()])
-    mode, compiled = ("auto", True) if mode == "compiled" else (mode, False)
     torch.compiler.reset()
-    rows = fj.jacobian_fn(losses, scale=torch.tensor(scale), mode=mode)
-    if compiled:
+    rows = fj.jacobian_fn(losses, scale=torch.tensor(scale), mode="auto" if mode == "compiled" else mode)
+    if mode == "compiled":
         rows = torch.compile(rows, fullgraph=True, backend="aot_eager")
-    found, _, finite = rows({"shared": TRUNK, "heads": {}}, ROWS)
+    params = {"shared": TRUNK, "heads": {}}
+    found, _, finite = rows(params, ROWS)
+    direction, _ = fj.weighted_fn(losses)(params, ROWS)[1](torch.tensor([2.0, -1.0]))
     assert finite.all()
-    assert found.heads == {}
+    assert found.heads == direction["heads"] == {}
     # The columns of x summed; and the first example, in the second column alone.
     assert found.shared.tolist() == [[[-2, -2], [2.5, 2.5]], [[0, 1], [0, 2]]]
-    direction, _ = fj.weighted_fn(losses)({"shared": TRUNK, "heads": {}}, ROWS)[1](torch.tensor([2.0, -1.0]))
-    assert direction["heads"] == {}
     assert direction["shared"].tolist() == [[-4, -5], [5, 3]]
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overflows", [0, 2])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_an_overflow_in_one_head_leaves_the_others_as_they_are(sizes, overflows):
+def test_an_overflow_in_one_head_leaves_the_others_as_they_are(sizes, overflows, mode):
     losses, params = problem(sizes)
     scale = torch.full((3,), 2.0**10)
     scale[overflows] = 2.0**127
-    found, _, finite = fj.jacobian_fn(losses, scale=scale)(params, ROWS)
+    found, _, finite = fj.jacobian_fn(losses, mode=mode, scale=scale)(params, ROWS)
+    expected = sum_by_hand(sizes)
+    expected[f"h{overflows}"].zero_()
+    expected["z"] -= overflows + 1
     assert finite.tolist() == [i != overflows for i in range(3)]
-    for i, (name, expected) in enumerate(sum_by_hand(sizes).items()):
-        assert torch.equal(found.heads[name].double(), expected if i != overflows else torch.zeros_like(expected))
+    for name, own in expected.items():
+        assert torch.equal(found.heads[name].double(), own)
+    assert torch.equal(found.shared["w"][finite], rows_by_hand(sizes)[finite])
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_derivatives_go_through_what_was_unscaled(sizes):
     losses, params = problem(sizes)
-    scale = 2.0 ** torch.tensor([3.0, 20.0, -5.0])
+    scale = torch.tensor(EACH)
 
     def length(w, heads):
         jacobian, _, _ = fj.jacobian_fn(losses, scale=scale)({"shared": {"w": w}, "heads": heads}, ROWS)
@@ -316,22 +280,14 @@ def step_of(sizes, scale, view):
     return fj.step(state, losses=losses, aggregator=rule, optimizer=SGD, engine="jacobian")
 
 
+@pytest.mark.parametrize("size", [1e150, 1e305])
 @pytest.mark.parametrize("view", [fj.views.gramian, fj.views.norms])
 @pytest.mark.parametrize("shape", [(), (2,)])
-def test_squares_of_scaled_rows_in_float64_overflow_and_say_nothing_of_the_rows(view, shape):
-    scale = fj.scale_state(2.0**16, shape=shape)
-    after, info = step_of([1e150, 3.0], scale, view)  # the square of the first is 1e300, and scaled above 1.8e308
-    assert info.finite.all()
-    assert info.moved
-    assert torch.equal(after.params, -torch.tensor([1e150, 3.0], dtype=torch.float64))
-    assert torch.equal(after.scale.scale, scale.scale)
-
-
-@pytest.mark.parametrize("view", [fj.views.gramian, fj.views.norms])
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_scaled_rows_in_float64_that_overflow_skip_the_step(view, shape):
-    after, info = step_of([1e305, 3.0], fj.scale_state(2.0**16, shape=shape), view)
-    assert torch.equal(info.finite, torch.tensor([False, True] if shape else False))
-    assert not info.moved
-    assert not after.params.any()
+def test_only_rows_in_float64_that_overflow_skip_the_step_and_not_their_squares(view, shape, size):
+    """The square of the smaller one is 1e300, and scaled above 1.8e308, which says nothing of the row."""
+    moves = size < 1e300
+    after, info = step_of([size, 3.0], fj.scale_state(2.0**16, shape=shape), view)
+    assert torch.equal(info.finite, torch.tensor([moves, True] if shape else moves))
+    assert info.moved == moves
+    assert torch.equal(after.params, -torch.tensor([size, 3.0], dtype=torch.float64) * moves)
     assert torch.equal(after.scale.scale, torch.where(info.finite, 2.0**16, 2.0**15))

@@ -10,6 +10,7 @@ from bounds import check_same, check_within
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
+from zoo import numbers
 
 import functional_jd as jd
 from functional_jd.engines import PLAIN, Declared, Kind
@@ -24,10 +25,6 @@ def guide():
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL):
         exec(compile(code, PAGE.name, "exec"), found)
     return found
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 PARAMS = {"w": numbers(4, 3), "b": numbers(3, seed=1)}
@@ -175,10 +172,6 @@ def sharded(tmp_path):
     dist.destroy_process_group()
 
 
-def whole_losses(losses, chosen, enter):
-    return enter(losses, chosen)
-
-
 def test_a_kind_without_a_sharded_form_is_refused_and_one_with_it_is_its_own(guide, sharded):
     params, mesh = sharded
     alone = guide["Smoothed"](losses, ({name: torch.zeros_like(x) for name, x in PARAMS.items()},))
@@ -198,7 +191,7 @@ def test_a_kind_without_a_sharded_form_is_refused_and_one_with_it_is_its_own(gui
         return {name: 2 * row for name, row in rows.items()}, values, aux
 
     class Doubled:
-        kind = Kind(doubled_rows, over_shards=whole_losses)
+        kind = Kind(doubled_rows, over_shards=lambda losses, chosen, enter: enter(losses, chosen))
 
         def __call__(self, params, x, y):
             return losses(params, x, y)
@@ -216,13 +209,9 @@ def test_a_subclass_is_of_the_kind_of_its_base():
     class Trunk(Multitask):
         pass
 
-    shared = {"shared": {"w": PARAMS["w"]}, "heads": {"a": numbers(3), "b": numbers(3, seed=1)}}
-    parts = (
-        lambda p, x: (x @ p["w"]).tanh(),
-        lambda heads, h, x: {name: (h @ own - 1).square().mean() for name, own in heads.items()},
-    )
+    params, *parts = tasks()
     for kind in (Trunk(*parts), jd.multitask(*parts)):
-        assert jd.jacobian_fn(kind)(shared, X)[0].heads["a"].shape == (3,)
+        assert jd.jacobian_fn(kind)(params, X, Y)[0].heads["a"].shape == (3,)
 
 
 def test_a_declared_structure_without_a_kind_is_differentiated_as_a_function():

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
+from optimizers.steps import assert_close, run, run_torch
 from torch import nn
 
 from functional_jd import adamw, by_label, from_torch, sgd
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import tree_flatten, tree_map, tree_names
 
 LAYERS = {"trunk": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
 SHAPES = {key: {name: torch.zeros(p.shape) for name, p in layer.named_parameters()} for key, layer in LAYERS.items()}
@@ -25,36 +25,14 @@ def tree(seed):
     return tree_map(lambda p: torch.randn(p.shape, generator=draw, dtype=torch.float64), SHAPES)
 
 
-def run(optimizer, params, directions, state=None):
-    state = optimizer.init(params) if state is None else state
-    path = []
-    for direction in directions:
-        params, state = optimizer.update(direction, state, params)
-        path.append(params)
-    return path, state
-
-
-def assert_close(found, expected, roundings=64):
-    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        check_within(a, b, roundings * eps() * (1 + b.abs()))
-
-
-def run_torch(cls, seed, directions, groups):
-    """The params after each step of torch with param groups and LambdaLR; `groups`: label -> (schedule, settings)."""
-    leaves = tree_map(lambda p: p.clone().requires_grad_(), tree(seed))
-    members = {label: [] for label in groups}
-    for name, leaf in zip(tree_names(leaves), tree_leaves(leaves), strict=True):
+def torch_groups(cls, settings, leaves):
+    """An optimizer of torch with a group and a schedule for each label."""
+    members = {label: [] for label in settings}
+    for name, leaf in zip(tree_names(SHAPES), leaves, strict=True):
         members[labels(name, leaf)].append(leaf)
-    optimizer = cls([{"params": members[label], "lr": 1.0, **hyper} for label, (_, hyper) in groups.items()])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [schedule for schedule, _ in groups.values()])
-    path = []
-    for direction in directions:
-        for leaf, towards in zip(tree_leaves(leaves), tree_leaves(direction), strict=True):
-            leaf.grad = towards.clone()
-        optimizer.step()
-        scheduler.step()
-        path.append(tree_map(lambda p: p.detach().clone(), leaves))
-    return path
+    optimizer = cls([{"params": members[label], "lr": 1.0, **hyper} for label, hyper in settings.items()])
+    optimizer.schedules = torch.optim.lr_scheduler.LambdaLR(optimizer, [SCHEDULES[label] for label in settings])
+    return optimizer
 
 
 SCHEDULES = {"trunk": lambda k: 0.01 * 0.5**k, "plain": lambda k: 0.1 / (1 + k), "decayed": lambda _: 0.1}
@@ -78,7 +56,8 @@ def test_it_is_torch_with_param_groups_and_schedules(name, wrapped, seed):
     cls, settings = CLASSES[name][1], SETTINGS[name]
     directions = [tree(seed + i) for i in range(1, 6)]
     optimizer = grouped(name, partial(from_torch, cls) if wrapped else CLASSES[name][0])
-    expected = run_torch(cls, seed, directions, {label: (f, settings[label]) for label, f in SCHEDULES.items()})
+    made = partial(torch_groups, cls, settings)
+    expected = run_torch(made, tree(seed), directions, lambda optimizer: optimizer.schedules.step())
     assert_close(run(optimizer, tree(seed), directions)[0], expected)
 
 
@@ -122,9 +101,6 @@ def test_every_group_keeps_its_own_guard_and_without_guards_there_is_none():
     optimizer.guarded_update(torch.tensor(True), params, optimizer.init(params), params)
     assert seen == [["a", "a.c"]]
     assert by_label({"all": sgd(0.1)}, labels).guarded_update is None
-
-
-# --- Errors
 
 
 LEAVES = {"a": torch.ones(1), "b": torch.ones(1), "c": [torch.ones(1)]}

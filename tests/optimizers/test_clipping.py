@@ -129,9 +129,6 @@ def test_what_is_not_finite_is_never_hidden_by_the_norm(poison):
     assert not flat(clip_by_norm(direction, 1.0)).isfinite().all()
 
 
-# Transforms
-
-
 @pytest.mark.parametrize("power", POWERS[:3])
 @settings(settings.get_profile("few"))
 @given(values=numbers, bound=bounds)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import eps
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,7 +12,6 @@ from functional_jd import SlowPathWarning, autocast, jacobian_fn, per_example
 from functional_jd.precision import custom
 
 LOW = [torch.float16, torch.bfloat16]
-EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 both = pytest.mark.parametrize("dtype", LOW, ids=["float16", "bfloat16"])
 
@@ -152,7 +152,7 @@ def test_every_road_is_near_float64(name, road, dtype):
     expected = way(lambda x, w: x @ w)(x.double(), w.double())
     found = way(autocast(lambda x, w: FUNCTIONS[name](x, w), dtype))(x, w)
     exact = name == "in float32"
-    unit = 64 * torch.finfo(torch.float32).eps if exact else 20 * EPS[dtype]
+    unit = 64 * torch.finfo(torch.float32).eps if exact else 20 * eps(dtype)
     assert (found - expected).abs().max() <= unit * expected.abs().max()
     if road in ("alone", "vmap", *FORWARD) and road != "hessian":
         assert found.dtype == (torch.float32 if exact else torch.float16 if name == "in float16" else dtype)
@@ -323,10 +323,10 @@ def test_ops_within_follow_the_tables_with_vmap_and_without(dtype):
     expected = grad(lambda x: (torch.softmax(x.float(), -1) * w).sum())(x)
     for found in (grad(weighted)(x), vmap(grad(weighted))(x[None])[0]):
         assert found.dtype == dtype
-        assert (found - expected).abs().max() <= 4 * EPS[dtype] * expected.abs().max()
+        assert (found - expected).abs().max() <= 4 * eps(dtype) * expected.abs().max()
     assert seen == [dtype, dtype, dtype, torch.float32, dtype, torch.float32]
     exact = jvp(lambda x: torch.softmax(x, -1), (x.float(),), (w,))[1]
-    assert (jvp(low, (x,), (w.to(dtype),))[1] - exact).abs().max() <= 4 * EPS[dtype] * exact.abs().max()
+    assert (jvp(low, (x,), (w.to(dtype),))[1] - exact).abs().max() <= 4 * eps(dtype) * exact.abs().max()
     assert seen[6:] == [dtype, torch.float32]
 
 

@@ -38,13 +38,9 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def record(scale, tracker, growth, backoff, interval) -> ScaleState:
-    return ScaleState(
-        torch.tensor(scale, dtype=torch.float32),
-        torch.tensor(tracker, dtype=torch.int32),
-        torch.tensor(growth, dtype=torch.float64),
-        torch.tensor(backoff, dtype=torch.float64),
-        torch.tensor(interval, dtype=torch.int32),
-    )
+    dtypes = torch.float32, torch.int32, torch.float64, torch.float64, torch.int32
+    values = scale, tracker, growth, backoff, interval
+    return ScaleState(*(torch.tensor(x, dtype=dtype) for x, dtype in zip(values, dtypes, strict=True)))
 
 
 def stacked(states: list[ScaleState]) -> ScaleState:
@@ -227,7 +223,7 @@ def test_one_bad_row_is_zeroed_and_leaves_the_others_alone(dtype, rows, bad, i, 
 
 
 @given(st.floats(min_value=0.0, max_value=2.0**-120, width=32))
-def test_tiny_scales_are_floored_where_the_inverse_is_finite_and_none_that_is_no_number_gives_nan(value):
+def test_tiny_scales_are_floored_and_scales_that_are_not_finite_never_give_nan(value):
     factor = multiplier(torch.tensor(value))
     assert factor.item() == max(value, 2.0**-126)
     assert (1 / factor).isfinite()

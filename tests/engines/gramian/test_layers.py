@@ -4,32 +4,21 @@ from functools import cache
 
 import pytest
 import torch
-from gramian_by_hand import (
-    agree,
-    both_prices,
-    check_autocast,
-    expectation,
-    found,
-    gramian_fn,
-    is_tapped,
-    model_of,
-    priced,
-    single,
-)
-from jacobian_by_hand import KINDS, leaves
+from bounds import check_within, eps
+from gramian_by_hand import agree, both_prices, check_autocast, expectation, found, is_tapped, model_of, priced, single
+from jacobian_by_hand import KINDS, leaves, rows_of
 from torch import nn
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, MORE, WIDTH, numbers
 
 import functional_jd as fj
-from functional_jd import jacobian_fn
+from functional_jd import gramian_fn, jacobian_fn
 from functional_jd.engines.gramian import assemble
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
 from functional_jd.engines.kinds import examples, multitask, plain
 
 F = nn.functional
 
-# Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 ALONE = ["layer_norm", "rms_norm", "group_norm", "instance_norm", "prelu"]
@@ -69,9 +58,6 @@ def unrecorded(monkeypatch, case):
     return seen[0]
 
 
-# The numbers
-
-
 @pytest.mark.parametrize(("name", "kind"), pairs(*NORMS, *ATTENTION, *OTHERS))
 def test_float32_is_right_to_rounding(name, kind, monkeypatch):
     case = case_of(name, kind)
@@ -90,9 +76,6 @@ def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, to
         torch.testing.assert_close(x, y, rtol=tolerance / 4, atol=tolerance / 4)
 
 
-# What is tapped
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_projections_of_attention_are_tapped_everywhere(name, kind, monkeypatch):
@@ -109,13 +92,9 @@ def test_weights_of_attention_come_out_of_it_in_the_same_dtype():
             y, weights = torch.func.functional_call(attention, params, (x, x, x))
         return y.float().mean((0, 1)), weights
 
-    f = lambda params, x: (losses(params, x)[0], losses(params, x)[1])
-    _, (_, mine), _ = gramian_fn(f, has_aux=True)(params, numbers(BATCH, 3, 4, dtype=torch.float32))
-    _, (_, theirs) = jacobian_fn(f, has_aux=True)(params, numbers(BATCH, 3, 4, dtype=torch.float32))
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-
-
-# What taps must not overlook
+    x = numbers(BATCH, 3, 4, dtype=torch.float32)
+    found = [f(losses, has_aux=True)(params, x)[1][1] for f in (gramian_fn, jacobian_fn)]
+    assert torch.equal(*found)
 
 
 def cast_and_changed(params, x):
@@ -130,19 +109,6 @@ def view_without_graph(params, x):
     return x @ weight + shift + F.linear(x, params["w"][0:3], params["v"][1])
 
 
-def chosen_by_index(params, x):
-    return F.linear(x, params["w"][torch.tensor([2, 0, 0])]) * params["v"][0, ::2].sum() + params["v"][1].expand(1, 3)
-
-
-def both_are_leaves(params, x):
-    product = params["w"] * params["v"] + params["w"]
-    return x @ product - params["w"][0] * params["w"][0]
-
-
-def alpha(params, x):
-    return torch.add(torch.sub(x, params["w"][0], alpha=2), params["v"][0], alpha=3)
-
-
 def constant_source(params, x):
     position = torch.arange(3.0, dtype=torch.float64)
     return torch.tanh(x * (position * params["w"][0] + params["v"][1])) + F.layer_norm(position, (3,), params["w"][2])
@@ -154,43 +120,37 @@ def without_grad_in_norm(params, x):
     return F.rms_norm(x, (3,), params["w"][0]) + F.layer_norm(x, (3,), bias=params["v"][1], weight=params["v"].mT[0])
 
 
-def mapped_inside(params, x):
-    return torch.vmap(lambda row: F.layer_norm(row, (3,), params["w"][0]) * params["v"][0])(x)
+FIXED = numbers(3, seed=5)
 
 
-STRANGE = (
-    cast_and_changed,
-    view_without_graph,
-    chosen_by_index,
-    both_are_leaves,
-    alpha,
-    constant_source,
-    without_grad_in_norm,
-    mapped_inside,
-)
+def frozen_and_shared_norms(params, x):
+    y = F.layer_norm(x @ params["v"], (3,), params["w"][0], FIXED)
+    y = F.group_norm(torch.tanh(y), 1, params["w"][0], params["w"][1])
+    return F.prelu(y, params["w"][1]) * FIXED
+
+
+PLACES = torch.tensor([2, 0, 0])
+STRANGE = {
+    "cast and changed": cast_and_changed,
+    "a view without a graph": view_without_graph,
+    "by index": lambda p, x: F.linear(x, p["w"][PLACES]) * p["v"][0, ::2].sum() + p["v"][1].expand(1, 3),
+    "both are leaves": lambda p, x: x @ (p["w"] * p["v"] + p["w"]) - p["w"][0] * p["w"][0],
+    "alpha": lambda p, x: torch.add(torch.sub(x, p["w"][0], alpha=2), p["v"][0], alpha=3),
+    "a constant source": constant_source,
+    "a norm without grad": without_grad_in_norm,
+    "mapped": lambda p, x: torch.vmap(lambda row: F.layer_norm(row, (3,), p["w"][0]) * p["v"][0])(x),
+    "frozen and shared norms": frozen_and_shared_norms,
+}
 
 
 @both_prices
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("predict", STRANGE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("predict", STRANGE.values(), ids=STRANGE)
 def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch):
     priced(monkeypatch, lean)
     case = KINDS[kind](model_of(predict))
     is_tapped(monkeypatch, case)
     agree(found(case), expectation(case), *((torch.float32, 64) if predict is cast_and_changed else ()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_frozen_unused_and_shared_norms(kind):
-    def predict(params, x):
-        y = F.layer_norm(x @ params["v"], (3,), params["w"][0], fixed)
-        y = F.group_norm(torch.tanh(y), 1, params["w"][0], params["w"][1])
-        return F.prelu(y, params["w"][1]) * fixed
-
-    fixed = numbers(3, seed=5)
-    params = {"w": numbers(3, 3), "v": numbers(3, 3, seed=1), "idle": numbers(3)}
-    case = KINDS[kind](model_of(predict, params))
-    agree(found(case), expectation(case))
 
 
 def test_a_recorded_value_is_the_value():
@@ -216,53 +176,32 @@ def test_a_transposed_weight_is_recorded(transpose, kind, monkeypatch):
     agree(found(case), expectation(case))
 
 
-EPS = torch.finfo(torch.float64).eps
 X = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(2, 4).sin()
 
 
-def on_parameter(w):
-    if w.requires_grad:
-        w.register_hook(lambda g: 3 * g)
-    return X @ w
-
-
-def on_view(w):
-    view = w.t().mT
-    if view.requires_grad:
-        view.register_hook(lambda g: 3 * g)
-    return X @ view
-
-
-def before_node(w):
-    h = X @ w
-    if h.grad_fn is not None:
+def hooked(w, where):
+    used = w.t().mT if where == "view" else w
+    if where in ("parameter", "view") and used.requires_grad:
+        used.register_hook(lambda g: 3 * g)
+    h = X @ used
+    if where == "before" and h.grad_fn is not None:
         h.grad_fn.register_prehook(lambda gradients: tuple(3 * g for g in gradients))
-    return h
-
-
-def after_node(w):
-    h = X @ w
-    if h.grad_fn is not None:
+    if where == "after" and h.grad_fn is not None:
         h.grad_fn.register_hook(lambda gradients, _: tuple(g if g is None else 3 * g for g in gradients))
     return h
 
 
-HOOKS = (on_parameter, on_view, before_node, after_node)
-
-
-@pytest.mark.parametrize("hooked", HOOKS)
-def test_hooks_beside_recorded_layers_act(hooked):
+@pytest.mark.parametrize("where", ["parameter", "view", "before", "after"])
+def test_hooks_beside_recorded_layers_act(where):
     """The row of `sum(c h)` is `3 X' c`, whatever the way."""
     c = torch.stack([X[:, :2].cos(), X[:, 2:]])
-    params = {"w": torch.ones(4, 2, dtype=torch.float64)}
-    losses = lambda params: (hooked(params["w"]) * c).sum((1, 2))
+    losses = lambda params: (hooked(params["w"], where) * c).sum((1, 2))
     with pytest.warns(fj.SlowPathWarning, match="hook"):
-        gramian, _, pullback = fj.gramian_fn(losses)(params)
-    rows = 3 * (X.mT @ c).flatten(1)
-    terms = 3 * (X.abs().mT @ c.abs()).flatten(1)
+        gramian, _, pullback = fj.gramian_fn(losses)({"w": torch.ones(4, 2, dtype=torch.float64)})
+    rows, terms = 3 * (X.mT @ c).flatten(1), 3 * (X.abs().mT @ c.abs()).flatten(1)
     # Two products of a row, four of an inner product, and as many sums.
-    assert ((gramian - rows @ rows.T).abs() <= 32 * EPS * terms @ terms.T).all()
-    assert ((pullback(torch.ones(2))[0]["w"].flatten() - rows.sum(0)).abs() <= 32 * EPS * terms.sum(0)).all()
+    check_within(gramian, rows @ rows.T, 32 * eps() * terms @ terms.T)
+    check_within(pullback(torch.ones(2))[0]["w"].flatten(), rows.sum(0), 32 * eps() * terms.sum(0))
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 2), ()])
@@ -273,60 +212,30 @@ def test_a_bias_that_torch_broadcasts_is_not_recorded(shape):
     gramian, _, _ = fj.gramian_fn(losses)(params)
     rows = fj.jacobian_fn(losses, mode="loop")(params)[0]
     flat = torch.cat([row.reshape(len(row), -1) for row in rows.values()], 1)
-    assert ((gramian - flat @ flat.T).abs() <= 16 * EPS * flat.abs() @ flat.abs().T).all()
+    check_within(gramian, flat @ flat.T, 16 * eps() * flat.abs() @ flat.abs().T)
 
 
-def frozen_by_attribute(tensors, wanted):
-    for x in tensors:
-        x.requires_grad = wanted
-
-
-def frozen_by_method(tensors, wanted):
-    for x in tensors:
-        x.requires_grad_(wanted)
-
-
-FREEZES = (frozen_by_attribute, frozen_by_method)
+FREEZES = (lambda x, wanted: setattr(x, "requires_grad", wanted), torch.Tensor.requires_grad_)
 
 
 @pytest.mark.parametrize("fn", [fj.gramian_fn, fj.squared_norms_fn])
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_a_parameter_that_is_frozen_for_one_loss_has_no_gradient_there(freeze, fn):
+@pytest.mark.parametrize("by_example", [False, True])
+def test_a_parameter_that_is_frozen_for_a_part_of_the_losses_has_no_gradient_there(by_example, freeze, fn):
     """As a critic is for the loss of the actor, and a discriminator for that of the generator."""
     params = {"actor": X.mT @ X[:, :2], "critic": X[:, 1:3]}
 
-    def losses(params):
+    def parts(params, x):
         critic = params["critic"]
-        freeze([critic], False)
-        actor = (X @ params["actor"] @ critic).sum()
-        freeze([critic], True)
-        return {"actor": actor, "critic": (X[:, 2:] @ critic).square().sum()}
-
-    check_frozen(fn, losses, params, ())
-
-
-@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
-@pytest.mark.parametrize("fn", [fj.gramian_fn, fj.squared_norms_fn])
-@pytest.mark.parametrize("freeze", FREEZES)
-def test_a_parameter_that_is_frozen_for_a_part_of_an_examples_loss_has_no_gradient_there(freeze, fn):
-    params = {"actor": X.mT @ X[:, :2], "critic": X[:, 1:3]}
-
-    def loss(params, x):
-        critic = params["critic"]
-        freeze([critic], False)
+        freeze(critic, False)
         actor = (x @ params["actor"] @ critic).sum()
-        freeze([critic], True)
-        return actor + (x[:2] @ critic).square().sum()
+        freeze(critic, True)
+        return actor, (x[..., 2:] @ critic).square().sum()
 
-    check_frozen(fn, fj.per_example(loss), params, (X,))
-
-
-def check_frozen(fn, losses, params, batch):
-    products, _, pullback = fn(losses)(params, *batch)
-    points = {name: p.clone().requires_grad_() for name, p in params.items()}
-    values = [losses.loss(points, x) for x in batch[0]] if batch else list(losses(points).values())
-    rows = [torch.autograd.grad(y, list(points.values()), retain_graph=True, materialize_grads=True) for y in values]
-    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    loss = lambda params, x: sum(parts(params, x))
+    products, _, pullback = fn(fj.per_example(loss) if by_example else parts)(params, X)
+    plain = (lambda params, x: [loss(params, each) for each in x]) if by_example else parts
+    rows = torch.cat([leaf.flatten(1) for leaf in rows_of(plain, params, X)], 1)
     expected = rows @ rows.T
     torch.testing.assert_close(products, expected if fn is fj.gramian_fn else expected.diagonal())
     found = pullback(torch.ones(2))[0]

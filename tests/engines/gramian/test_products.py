@@ -5,24 +5,14 @@ from itertools import product
 import pytest
 import torch
 from bounds import check_within, eps, product_bound
-from gramian_by_hand import Largest, multiplied_out, rows_of_parts
+from gramian_by_hand import Largest, both_prices, multiplied_out, rows_of_parts
 from hypothesis import example, given
 from hypothesis import strategies as st
 from zoo import numbers
 
 from functional_jd.engines.gramian import products
-from functional_jd.engines.gramian.products import (
-    Factors,
-    block_of,
-    column_groups,
-    crossed_leaf,
-    one_use,
-    products_of_leaves,
-    rows_of_factors,
-    weighted_sum_of_factors,
-)
+from functional_jd.engines.gramian.products import Factors, block_of, one_use, products_of_leaves, rows_of_factors
 
-PRICES = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
 NORMS = pytest.mark.parametrize("norms", [False, True], ids=["gramian", "norms"])
 
 
@@ -57,16 +47,16 @@ def drawn(uses, leaf, m, groups, seed, pixels=False):
         made = numbers(*shape, seed=seed, dtype=leaf.dtype)
         return made.permute(0, 3, 1, 2) if pixels else made  # neighbours are positions, as convolutions leave them
 
-    parts, (o, i) = [], (leaf.shape[0] // groups, leaf.shape[1])
-    for k, (kind, p) in enumerate(uses):
+    def part(kind, p, seed):
         if kind == "rows":
-            parts.append(numbers(m, *leaf.shape, seed=seed + k, dtype=leaf.dtype))
-            continue
-        left = side(1 if kind == "common left" else m, p, o, seed + k)
+            return numbers(m, *leaf.shape, seed=seed, dtype=leaf.dtype)
+        left = side(1 if kind == "common left" else m, p, o, seed)
         if kind == "lookup":
-            left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed + k))
-        parts.append(Factors(left, side(1 if kind == "common right" else m, p, i, seed + k + 100)))
-    return parts
+            left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed))
+        return Factors(left, side(1 if kind == "common right" else m, p, i, seed + 100))
+
+    o, i = leaf.shape[0] // groups, leaf.shape[1]
+    return [part(*use, seed + k) for k, use in enumerate(uses)]
 
 
 USES = st.tuples(st.sampled_from(["own", "common left", "common right", "lookup", "rows"]), st.integers(1, 4))
@@ -110,7 +100,7 @@ def test_two_batches_equal_rows_multiplied_out(sizes, uses, groups, o, i, lean, 
     both = [drawn(each, leaf, m, groups, seed + 7 * k) for k, (m, each) in enumerate(zip(sizes, uses, strict=True))]
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean, cached)
-        found = crossed_leaf(*both, leaf, *sizes)
+        found = products.crossed_leaf(*both, leaf, *sizes)
     assert (found.shape, found.dtype) == (sizes, torch.float64)
     (rows, terms), (others, other_terms) = (
         [rows_of_parts(parts, leaf.shape, m, which) for which in (0, 1)] for parts, m in zip(both, sizes, strict=True)
@@ -126,7 +116,7 @@ def test_a_leaf_that_nothing_reaches_has_rows_of_zeros(norms):
 
 
 @NORMS
-@PRICES
+@both_prices
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e12, 1e25])
 def test_sizes_whose_squares_leave_the_range_of_float32_leave_no_trace(size, lean, norms, monkeypatch):
     priced(monkeypatch, lean, 64)
@@ -134,7 +124,7 @@ def test_sizes_whose_squares_leave_the_range_of_float32_leave_no_trace(size, lea
     agree([Factors(left * size, right)], torch.zeros(5, 6), 3, norms)
 
 
-@PRICES
+@both_prices
 def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
     priced(monkeypatch, lean)
     left, right = numbers(50, 3, 1, 4), numbers(50, 3, 1, 5, seed=1)
@@ -145,7 +135,7 @@ def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
     assert squares.max() <= 64 * eps() * size
 
 
-@PRICES
+@both_prices
 def test_rows_that_are_equal_stay_dependent(lean, monkeypatch):
     """Rules cut eigenvalues at the rounding of float64: products in float32 would make up a direction of size 1e-8."""
     priced(monkeypatch, lean, 1 << 10)
@@ -162,35 +152,6 @@ def test_rows_are_formed_some_columns_at_a_time(monkeypatch):
     with Largest() as largest:
         block_of([Factors(left, right)], torch.zeros(64, 96), 8)[1](torch.ones(8))
     assert largest.numel <= 64 * 96
-
-
-def sides():
-    return numbers(3, 2, 1, 4), numbers(3, 2, 1, 5, seed=1)
-
-
-COUNTED, WEIGHTS = numbers(3, 3, seed=2), numbers(3, seed=3)
-
-
-def number(left, right):
-    gramian_of, pull = block_of([Factors(left, right)], torch.zeros(4, 5, dtype=torch.float64), 3)
-    return (gramian_of * COUNTED).sum() + pull(WEIGHTS).square().sum()
-
-
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-@PRICES
-def test_composes_with_every_transform(lean, monkeypatch):
-    priced(monkeypatch, lean, 16)
-    left, right = sides()
-    assert torch.autograd.gradcheck(number, [x.clone().requires_grad_() for x in (left, right)])
-    slope = torch.func.grad(number)(left, right)
-    tangent = numbers(*left.shape, seed=4)
-    _, forward = torch.func.jvp(lambda x: number(x, right), (left,), (tangent,))
-    torch.testing.assert_close(forward, (slope * tangent).sum())
-    several = torch.stack([left, 2 * left])
-    together = torch.vmap(number, (0, None))(several, right)
-    torch.testing.assert_close(together, torch.stack([number(x, right) for x in several]))
-    compiled = torch.compile(number, fullgraph=True, backend="aot_eager")(left, right)
-    torch.testing.assert_close(compiled, number(left, right))
 
 
 @given(
@@ -244,19 +205,15 @@ THREE = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
 PAIRS = [(torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float16, torch.float16)]
 
 
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def dense(left, right, groups, o, i, dtypes=PAIRS[0]):
     """Factors with 1 or m rows on each side."""
-    sides = normal(left, POSITIONS, groups, o), normal(right, POSITIONS, groups, i, seed=1)
+    sides = numbers(left, POSITIONS, groups, o), numbers(right, POSITIONS, groups, i, seed=1)
     return Factors(*(side.to(dtype) for side, dtype in zip(sides, dtypes, strict=True)))
 
 
 def lookup(left, right, o, i):
     indices = torch.randint(o, (left, POSITIONS), generator=torch.Generator().manual_seed(2))
-    return Factors(indices, normal(right, POSITIONS, 1, i, seed=1))
+    return Factors(indices, numbers(right, POSITIONS, 1, i, seed=1))
 
 
 def by_hand(f, leaf):
@@ -268,7 +225,7 @@ CASES = [
     *((dense(*rows, groups, o, i), (groups * o, i)) for rows in ROWS for groups in (1, 2) for o, i in ((2, 5), (5, 2))),
     *((dense(M, M, 1, 3, 3, dtypes), (3, 3)) for dtypes in PAIRS),
     *((lookup(*rows, 6, 3), (6, 3)) for rows in ROWS),
-    (Factors(normal(POSITIONS, M, 1, 2).transpose(0, 1), normal(M, POSITIONS, 1, 3, seed=1)), (2, 3)),
+    (Factors(numbers(POSITIONS, M, 1, 2).transpose(0, 1), numbers(M, POSITIONS, 1, 3, seed=1)), (2, 3)),
     (dense(1, M, 1, 2, 2), (2, 2)),
 ]
 
@@ -285,7 +242,7 @@ def test_rows_and_their_weighted_sum_are_their_definition(f, shape):
     expected = by_hand(f, leaf)
     check_within(rows_of_factors(f, leaf, M).double(), expected, rounding(f, expected))
     total = torch.einsum("m,m...->...", THREE, expected)
-    found = weighted_sum_of_factors(f, THREE, leaf, M)
+    found = products.weighted_sum_of_factors(f, THREE, leaf, M)
     assert found.dtype == leaf.dtype
     check_within(found, total, 8 * rounding(f, expected))
 
@@ -295,7 +252,7 @@ def test_half_precision_is_multiplied_and_added_in_float32():
     f = Factors(torch.full((M, POSITIONS, 1, 2), 300.0).half(), torch.full((M, POSITIONS, 1, 2), 300.0).half())
     leaf = torch.zeros(2, 2)
     assert rows_of_factors(f, leaf, M).unique().tolist() == [POSITIONS * 90_000.0]
-    ones = weighted_sum_of_factors(f, torch.ones(M), leaf, M)
+    ones = products.weighted_sum_of_factors(f, torch.ones(M), leaf, M)
     assert ones.unique().tolist() == [M * POSITIONS * 90_000.0]
 
 
@@ -323,7 +280,7 @@ def test_rows_of_another_dtype_are_added_in_the_wider_one():
 def test_groups_of_columns_are_the_columns_of_the_longer_side(o, i, block, monkeypatch):
     monkeypatch.setattr(products, "block_size", lambda _: block)
     f = dense(M, M, 1, o, i)
-    groups = list(column_groups(f, M))
+    groups = list(products.column_groups(f, M))
     rows = torch.cat([products.products_of_sides(group) for group in groups], 3 if i > o else 2)
     check_within(rows, products.products_of_sides(f), 64 * eps() * 10)
     # So many elements are in memory at once, but for one column at least.

@@ -3,26 +3,24 @@
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
-from gramian_by_hand import F, Largest, expectation, single, weights_for
+from gramian_by_hand import F, Largest, both_prices, expectation, single, weights_for
 from jacobian_by_hand import KINDS, case_of, leaves
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
 
-from functional_jd import gramian_fn, squared_norms_fn
+from functional_jd import cross_gramian_fn, gramian_fn, per_example, squared_norms_fn
 from functional_jd.engines.gramian import products
 from functional_jd.engines.kinds import kind as from_rows
-from functional_jd.objectives import per_example
 from functional_jd.torch_compat.callers import here
 
-# Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
 def priced(patch, lean):
-    patch.setattr(products, "position_norms_are_cheaper", lambda *_: lean)
-
-
-# Model by model
+    """At this price, and with rows some columns at a time."""
+    for name in ("factors_are_cheaper", "position_norms_are_cheaper", "crossed_factors_are_cheaper"):
+        patch.setattr(products, name, lambda *_: lean)
+    patch.setattr(products, "block_size", lambda _: 16)
 
 
 def found(case, **how):
@@ -61,20 +59,13 @@ def test_an_embedding_that_is_the_output_layer_too_needs_no_rows():
         return torch.tanh(F.linear(F.embedding(tokens, p["table"]).tanh(), p["table"])).square().mean()
 
     case = Case(params, per_example(loss), (torch.randint(512, (6, 3), generator=torch.Generator().manual_seed(0)),))
-    rows = torch.cat([r.flatten(1) for r in rows_of_examples(case)], 1)
+    value = lambda p, i: case.losses.loss(p, case.args[0][i])
+    rows = torch.cat([torch.func.grad(value)(params, i)["table"].reshape(1, -1) for i in range(6)])
     with Largest() as largest:
         squares, _, pullback = squared_norms_fn(case.losses)(case.params, *case.args)
         direction, _ = pullback(torch.ones(6, dtype=torch.float64))
     assert largest.numel < 6 * 512 * 16
     agree((squares, [direction["table"].flatten()]), (rows @ rows.mT, [rows.sum(0)]), torch.ones(6).double())
-
-
-def rows_of_examples(case):
-    """Example by example."""
-    points = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
-    each = [case.losses.loss(points, *(arg[i] for arg in case.args)) for i in range(len(case.args[0]))]
-    gradients = [torch.autograd.grad(value, leaves(points)) for value in each]
-    return [torch.stack(column) for column in zip(*gradients, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,31 +78,29 @@ def test_no_inner_products_of_different_rows_are_formed(kind, monkeypatch):
     agree(found(case), expected, weights_for(case))
 
 
-# Transforms
+def crossed(losses):
+    """Inner products with the rows of the examples in another order, with other targets; nothing is pulled back."""
+    take = cross_gramian_fn(losses, scale=torch.tensor(4.0))
+    return lambda params, x, y: (take(params, (x, y), (x.flip(0), 0.5 * y.roll(1, 0))), None, None)
 
 
-def small(kind):
-    return KINDS[kind](mlp((2, 3, 3)))
-
-
-ways = pytest.mark.parametrize(
-    ("take", "lean"), [(squared_norms_fn, True), (squared_norms_fn, False), (gramian_fn, True)]
-)
-
-
-@ways
+@both_prices
+@pytest.mark.parametrize("take", [squared_norms_fn, gramian_fn, crossed])
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives_are_those_of_finite_differences(kind, take, lean, monkeypatch):
+def test_composes_with_every_transform(kind, take, lean, monkeypatch):
     priced(monkeypatch, lean)
-    case = small(kind)
+    case = KINDS[kind](mlp((2, 3, 3)))
     flat, spec = _pytree.tree_flatten(case.params)
+    counted = numbers(*take(case.losses)(case.params, *case.args)[0].shape, seed=5)
 
     def number(*flat):
         products, _, pullback = take(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
+        total = (products * counted).sum()
+        if pullback is None:
+            return total
         # Weights that depend on the norms, as those of clipping do.
         direction, _ = pullback(1 / (1 + (products.diagonal() if products.ndim > 1 else products)))
-        size = sum((x**2).sum() for x in leaves(direction))
-        return (products * numbers(*products.shape, seed=5)).sum() + size
+        return total + sum((x**2).sum() for x in leaves(direction))
 
     assert torch.autograd.gradcheck(number, [x.clone().requires_grad_() for x in flat])
     tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
@@ -124,6 +113,9 @@ def test_derivatives_are_those_of_finite_differences(kind, take, lean, monkeypat
     functional = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
     forward = torch.func.jvp(number, tuple(flat), tuple(tangents))[1]
     check_stable((functional, forward), backward, *flat)
+    several = [torch.stack([x, 2 * x]) for x in flat]
+    loop = lambda *several: torch.stack([number(*(x[i] for x in several)) for i in range(2)])
+    check_stable(torch.vmap(number)(*several), loop, *several)
 
 
 def test_falls_back_under_the_name_that_was_called(monkeypatch):
