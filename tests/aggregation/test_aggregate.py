@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, apply_rule, start
-from functional_jd.aggregation.combine import combine
-from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.aggregate import apply_rule, start
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
 from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.testing import batched, compiled, differentiable, laws_of, pure, shaped, tree_equals_flat
@@ -45,11 +43,11 @@ def close(a, b, **tolerance):
 
 def counting():
     """A rule that remembers how often it was asked, and weighs the rows with that."""
-    return Aggregator(no_gradients, lambda seen: seen.new_zeros(()), lambda seen, n: (seen + n + 1, n + 1))
+    return fj.Aggregator(no_gradients, lambda seen: seen.new_zeros(()), lambda seen, n: (seen + n + 1, n + 1))
 
 
 def geometric():
-    return scalarized(lambda v: v.log().mean().exp())
+    return fj.scalarized(lambda v: v.log().mean().exp())
 
 
 # The numbers
@@ -59,7 +57,7 @@ def geometric():
 def test_combine_adds_up_the_rows_as_plain_numbers_do(rows, weights, dtype):
     weights = weights[: len(rows)]
     expected = [sum(w * row[i] for w, row in zip(weights, rows, strict=True)) for i in range(6)]
-    found = combine(split(torch.tensor(rows, dtype=dtype)), torch.tensor(weights, dtype=torch.float64))
+    found = fj.aggregation.combine(split(torch.tensor(rows, dtype=dtype)), torch.tensor(weights, dtype=torch.float64))
     assert [*found["w"].reshape(-1).tolist(), found["b"][0].item(), found["b"][1].item()] == expected
     assert {leaf.dtype for leaf in tree_leaves(found)} == {dtype}
 
@@ -67,7 +65,7 @@ def test_combine_adds_up_the_rows_as_plain_numbers_do(rows, weights, dtype):
 @given(rows_of(6, (2, 2)), rows_of(6, (2, 2)))
 def test_combine_counts_entry_by_entry_what_has_a_weight_each(rows, counts):
     expected = [sum(c[i] * row[i] for c, row in zip(counts, rows, strict=True)) for i in range(6)]
-    found = combine(split(torch.tensor(rows)), split(torch.tensor(counts)))
+    found = fj.aggregation.combine(split(torch.tensor(rows)), split(torch.tensor(counts)))
     assert [*found["w"].reshape(-1).tolist(), found["b"][0].item(), found["b"][1].item()] == expected
 
 
@@ -86,11 +84,11 @@ def test_scalarized_weighs_with_the_derivatives_by_hand(values):
     v = torch.tensor(values, dtype=torch.float64)
     mean = math.prod(values) ** (1 / len(values))
     jacobian = torch.eye(len(values), dtype=torch.float64)
-    found = aggregate(geometric(), jacobian, losses=v)
+    found = fj.aggregate(geometric(), jacobian, losses=v)
     check_within(found.direction, mean / len(values) / v, 64 * eps() * mean / v)
     assert found.weights.dtype == torch.float64
     assert found.state == ()
-    top = aggregate(scalarized(lambda v: torch.logsumexp(v, 0)), jacobian, losses=v)
+    top = fj.aggregate(fj.scalarized(lambda v: torch.logsumexp(v, 0)), jacobian, losses=v)
     torch.testing.assert_close(top.weights, torch.softmax(v, 0))
 
 
@@ -102,7 +100,7 @@ def test_scalarized_sees_float64_in_leaf_order_whatever_the_losses_are():
         return (values * torch.arange(1.0, 4.0)).sum()
 
     given_losses = {"b": torch.tensor([2.0, 3.0], dtype=torch.bfloat16), "a": torch.tensor(1.0)}
-    weights = aggregate(scalarized(s), torch.ones(3, 2), losses=given_losses).weights
+    weights = fj.aggregate(fj.scalarized(s), torch.ones(3, 2), losses=given_losses).weights
     assert weights.tolist() == [1, 2, 3]
     assert seen[0].dtype == torch.float64
 
@@ -119,9 +117,9 @@ def test_views_show_what_they_name():
 def test_a_rule_weighs_the_trunk_and_the_heads_pass_through():
     shared, heads = random_tree(), {"v": torch.tensor([1.0, 2.0])}
     split_jacobian = MultitaskJacobian(shared, heads)
-    rule = stateless(gramian, lambda G: torch.softmax(G.diagonal(), 0))
-    found = aggregate(rule, split_jacobian)
-    alone = aggregate(rule, shared)
+    rule = fj.stateless(gramian, lambda G: torch.softmax(G.diagonal(), 0))
+    found = fj.aggregate(rule, split_jacobian)
+    alone = fj.aggregate(rule, shared)
     close(found.direction["shared"], alone.direction, rtol=0, atol=0)
     assert found.direction["heads"]["v"].tolist() == [1, 2]
     assert torch.equal(gramian(split_jacobian), gramian(shared))
@@ -131,12 +129,12 @@ def test_a_rule_weighs_the_trunk_and_the_heads_pass_through():
 
 def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
     jacobian = random_tree()
-    first = aggregate(counting(), jacobian)
-    second = aggregate(counting(), jacobian, first.state)
+    first = fj.aggregate(counting(), jacobian)
+    second = fj.aggregate(counting(), jacobian, first.state)
     assert first.weights.tolist() == [1, 1, 1]
     assert second.weights.tolist() == [2, 2, 2]
     assert start(counting(), jacobian).item() == 0
-    close(aggregate(counting(), jacobian, start(counting(), jacobian)), first)
+    close(fj.aggregate(counting(), jacobian, start(counting(), jacobian)), first)
     found = apply_rule(counting(), no_gradients(jacobian), first.state)
     close(found, (second.weights, second.state))
 
@@ -144,7 +142,7 @@ def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_rows_are_added_up_in_float32(dtype):
     jacobian = torch.full((2049, 1), 1.0, dtype=dtype)
-    found = combine(jacobian, torch.ones(2049, dtype=torch.float64) / 2049)
+    found = fj.aggregation.combine(jacobian, torch.ones(2049, dtype=torch.float64) / 2049)
     assert found.dtype == dtype
     assert found.item() == 1
     assert gramian(jacobian[:2] * 300).tolist() == [[90000.0] * 2] * 2
@@ -159,23 +157,23 @@ def test_gramians_neither_overflow_nor_vanish(size):
 def test_surrounding_autocast_changes_nothing():
     jacobian = random_tree(dtype=torch.float32)
     values = torch.tensor([1.0, 2.0, 4.0])
-    for rule in (geometric(), stateless(gramian, lambda G: torch.softmax(G @ G[0], 0))):
-        expected = aggregate(rule, jacobian, losses=values)
+    for rule in (geometric(), fj.stateless(gramian, lambda G: torch.softmax(G @ G[0], 0))):
+        expected = fj.aggregate(rule, jacobian, losses=values)
         with torch.autocast("cpu", torch.bfloat16):
-            close(aggregate(rule, jacobian, losses=values), expected, rtol=0, atol=0)
+            close(fj.aggregate(rule, jacobian, losses=values), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
 def test_what_is_not_finite_stays_so_also_with_weight_zero(poison):
     jacobian = torch.tensor([[1.0, 1.0], [poison, 1.0]])
-    found = combine(jacobian, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    found = fj.aggregation.combine(jacobian, torch.tensor([1.0, 0.0], dtype=torch.float64))
     assert not found[0].isfinite()
     assert found[1] == 1
 
 
 @pytest.mark.parametrize("values", [[1.0, -1.0], [1.0, 0.0], [math.nan, 1.0]])
 def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(values):
-    found = aggregate(geometric(), torch.eye(2), losses=torch.tensor(values))
+    found = fj.aggregate(geometric(), torch.eye(2), losses=torch.tensor(values))
     assert not found.direction.isfinite().all()
 
 
@@ -184,9 +182,9 @@ def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(values):
 RULES = {
     "blank": counting,
     "losses": geometric,
-    "gramian": lambda: stateless(gramian, lambda G: torch.softmax(G.diagonal(), 0)),
-    "cross": lambda: stateless(cross_gramian, lambda G: torch.softmax(G.diagonal(), 0)),
-    "whole": lambda: stateless(full_jacobian, lambda J: tree_map(torch.tanh, J)),
+    "gramian": lambda: fj.stateless(gramian, lambda G: torch.softmax(G.diagonal(), 0)),
+    "cross": lambda: fj.stateless(cross_gramian, lambda G: torch.softmax(G.diagonal(), 0)),
+    "whole": lambda: fj.stateless(full_jacobian, lambda J: tree_map(torch.tanh, J)),
 }
 every_rule = pytest.mark.parametrize("rule", [build() for build in RULES.values()], ids=RULES)
 
@@ -202,23 +200,27 @@ def test_lifts_obey_the_laws_of_rules(rule):
 
 ONES = torch.ones(2, 3)
 MISTAKES = {
-    "rows": (lambda: aggregate(counting(), {"w": ONES, "b": ONES[:1]}), ValueError, "found 1 in 'b' and 2 in 'w'"),
-    "integers": (lambda: aggregate(counting(), {"n": ONES.int()}), TypeError, "found torch.int32 .* in 'n'"),
-    "others": (lambda: aggregate(counting(), ONES, None, ONES[:1]), ValueError, "same number of rows, found 2 and 1"),
-    "no other": (lambda: aggregate(stateless(cross_gramian, torch.diag), ONES), ValueError, "found only one"),
-    "no losses": (lambda: aggregate(geometric(), ONES), ValueError, "needs the losses, found none. Pass them"),
+    "rows": (lambda: fj.aggregate(counting(), {"w": ONES, "b": ONES[:1]}), ValueError, "found 1 in 'b' and 2 in 'w'"),
+    "integers": (lambda: fj.aggregate(counting(), {"n": ONES.int()}), TypeError, "found torch.int32 .* in 'n'"),
+    "others": (
+        lambda: fj.aggregate(counting(), ONES, None, ONES[:1]),
+        ValueError,
+        "same number of rows, found 2 and 1",
+    ),
+    "no other": (lambda: fj.aggregate(fj.stateless(cross_gramian, torch.diag), ONES), ValueError, "found only one"),
+    "no losses": (lambda: fj.aggregate(geometric(), ONES), ValueError, "needs the losses, found none. Pass them"),
     "swapped": (
-        lambda: stateless(torch.diag, gramian),
+        lambda: fj.stateless(torch.diag, gramian),
         TypeError,
         r"^stateless: weigh must be a function, found View\. Pass stateless\(gramian, weigh\)",
     ),
     "no scalar": (
-        lambda: aggregate(scalarized(torch.exp), ONES, losses=torch.ones(2)),
+        lambda: fj.aggregate(fj.scalarized(torch.exp), ONES, losses=torch.ones(2)),
         ValueError,
         r"scalarized: s must return one scalar, found torch.float64 \[2\]. Take",
     ),
     "a number": (
-        lambda: aggregate(scalarized(lambda v: 1.0), ONES, losses=torch.ones(2)),
+        lambda: fj.aggregate(fj.scalarized(lambda v: 1.0), ONES, losses=torch.ones(2)),
         ValueError,
         "scalarized: s must return one scalar, found 1.0",
     ),
@@ -237,13 +239,13 @@ def test_weights_and_losses_of_another_m_are_named():
     with pytest.raises(
         ValueError, match=r"combine: expected one weight per row, \[3\], found \[2\]\. Check the number"
     ):
-        combine(jacobian, torch.ones(2))
+        fj.aggregation.combine(jacobian, torch.ones(2))
     with pytest.raises(ValueError, match=r"aggregate: .*\[3\], found \[4\]"):
-        aggregate(stateless(gramian, lambda G: torch.ones(4)), MultitaskJacobian(jacobian, {}))
+        fj.aggregate(fj.stateless(gramian, lambda G: torch.ones(4)), MultitaskJacobian(jacobian, {}))
     with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[\]"):
-        combine(jacobian, torch.ones(()))
+        fj.aggregation.combine(jacobian, torch.ones(()))
     with pytest.raises(ValueError, match=r"aggregate: expected one loss per row, 3 in all, found 2\. Pass"):
-        aggregate(stateless(losses, torch.ones_like), jacobian, losses=[torch.ones(()), torch.ones(1)])
+        fj.aggregate(fj.stateless(losses, torch.ones_like), jacobian, losses=[torch.ones(()), torch.ones(1)])
 
 
 @given(st.sampled_from([1, 2, 127, 128, 131, 300]), st.integers(0, 2**32 - 1))
@@ -260,7 +262,7 @@ def test_the_gramian_of_many_rows_is_the_product_and_symmetric(m, seed):
 @pytest.mark.parametrize("weights", [[1.0, 2.0], 1.0], ids=str)
 def test_weights_that_are_none_are_named(jacobian, weights):
     with pytest.raises(ValueError, match=r"weights must be one tensor \[2\]"):
-        combine(jacobian, weights)
+        fj.aggregation.combine(jacobian, weights)
 
 
 @pytest.mark.parametrize("m", [2, 3])

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 from sequences import integer_jacobians, random_rows
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.cagrad import cagrad
+import functional_jd as jd
 from functional_jd.aggregators.mean import mean
 
 # Within this distance of zero, a convex combination of unit rows counts as zero.
@@ -19,7 +18,7 @@ radii = st.sampled_from([0.1, 0.4, 0.5, 0.9, 1.0, 2.0, 10.0])
 
 
 def direction(J, c=0.5):
-    return aggregate(cagrad(c), J).direction
+    return jd.aggregate(jd.cagrad(c), J).direction
 
 
 def certified(J, c):
@@ -28,7 +27,7 @@ def certified(J, c):
     For all d in the ball and w in the simplex, `min_i <g_i, d> <= <g_w, g_0> + c |g_0| |g_w|`. Every row is compared at
     its own norm, else the long ones hide the short ones.
     """
-    weights, d = aggregate(cagrad(c), J).weights, direction(J, c)
+    weights, d = jd.aggregate(jd.cagrad(c), J).weights, direction(J, c)
     norms, mean = torch.linalg.vector_norm(J, dim=1), J.mean(0)
     rounding = 64 * sum(J.shape) * eps() * float(weights @ norms)  # of the sums that the mean and the direction are
     w = weights - 1 / len(J)
@@ -45,7 +44,7 @@ def test_the_greatest_least_gain_or_nothing_if_all_gain_zero_at_best(J, c):
     d = direction(J, c)
     assert (d - x).norm() <= c * x.norm() + half_the_digits(x.norm()) or (d == 0).all()
     if (d != 0).any():
-        w = aggregate(cagrad(c), J).weights - 1 / len(J)
+        w = jd.aggregate(jd.cagrad(c), J).weights - 1 / len(J)
         bound = w @ J @ x + c * x.norm() * (w @ J).norm()
         assert (J @ d * w.sum()).min() >= bound - half_the_digits(w.sum() * J.norm() * x.norm())
     elif x.norm() > 0:
@@ -73,7 +72,7 @@ def test_certified_to_rounding(m, c):
 
 @given(integer_jacobians())
 def test_no_radius_is_the_mean(J):
-    assert torch.equal(aggregate(cagrad(0), J).weights, aggregate(mean(), J).weights)
+    assert torch.equal(jd.aggregate(jd.cagrad(0), J).weights, jd.aggregate(mean(), J).weights)
     c = 1e-9
     tiny = direction(J, c)
     assert (tiny == 0).all() or (tiny - J.mean(0)).norm() <= c * J.mean(0).norm() + 64 * eps() * J.norm()

@@ -7,13 +7,11 @@ from hypothesis import given
 from scipy.optimize import nnls
 from sequences import integer_jacobians, random_rows
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.dualproj import dualproj
-from functional_jd.aggregators.upgrad import upgrad
+import functional_jd as jd
 
 
 def of_upgrad(J, preference=None):
-    return aggregate(upgrad(preference), J).direction
+    return jd.aggregate(jd.upgrad(preference), J).direction
 
 
 def rounding(J):
@@ -27,21 +25,21 @@ def test_the_slightest_conflict_counts(m, cosine):
     J = torch.eye(m, dtype=torch.float64)
     J[1, 0] = -cosine
     only_the_second = [float(i == 1) for i in range(m)]
-    result = aggregate(upgrad(only_the_second), J)
+    result = jd.aggregate(jd.upgrad(only_the_second), J)
     check_within(result.direction, torch.eye(m, dtype=torch.float64)[1], product_bound(result.weights, J))
 
 
 @given(integer_jacobians())
 def test_equal_to_the_mean_where_nothing_conflicts(J):
-    for rule in (upgrad(), dualproj()):
-        weights = aggregate(rule, J.abs()).weights
+    for rule in (jd.upgrad(), jd.dualproj()):
+        weights = jd.aggregate(rule, J.abs()).weights
         assert torch.equal(weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
 
 
 @given(integer_jacobians())
 def test_a_row_of_zeros_counts_as_preferred_and_changes_nothing(J):
     m = len(J)
-    padded = aggregate(upgrad(), torch.cat([J, torch.zeros_like(J[:1])]))
+    padded = jd.aggregate(jd.upgrad(), torch.cat([J, torch.zeros_like(J[:1])]))
     check_within(padded.direction * (m + 1), of_upgrad(J) * m, m * rounding(J))
     assert padded.weights[m] == 1 / (m + 1)
 
@@ -51,7 +49,7 @@ def test_low_precision_jacobians_have_float64_weights(dtype):
     # Rows of norm 1e3 overflow a float16 Gramian, rows of 1e-4 vanish in it.
     for scale in (1e3, 1e-4):
         J = (scale * torch.randn(5, 8, generator=torch.Generator().manual_seed(1))).to(dtype)
-        result, wide = aggregate(upgrad(), J), aggregate(upgrad(), J.double())
+        result, wide = jd.aggregate(jd.upgrad(), J), jd.aggregate(jd.upgrad(), J.double())
         assert (result.weights.dtype, result.direction.dtype) == (torch.float64, dtype)
         torch.testing.assert_close(result.weights, wide.weights)
         # The products are of the dtype, and cancel: they are larger than their sum. Then the sum is rounded.
@@ -85,7 +83,7 @@ def test_compiles_to_machine_code():
 
 
 def of_dualproj(J, preference=None):
-    return aggregate(dualproj(preference), J).direction
+    return jd.aggregate(jd.dualproj(preference), J).direction
 
 
 def projection(J, x):

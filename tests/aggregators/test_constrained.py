@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 import functional_jd as jd
-from functional_jd.aggregators import constrained
 
 BOUNDED = {
     "disc": ([lambda w: (w - torch.tensor([2.0, 1.0])).square().sum(), lambda w: w.square().sum()], [inf, 1.0], 2),
@@ -36,7 +35,11 @@ def test_it_leads_where_slsqp_does_and_rests_there(name):
     room = [{"type": "ineq", "fun": lambda x, i=i: bounds[i] - at(x, i)} for i, b in enumerate(bounds) if b < inf]
     options = {"ftol": 1e-14}
     expected = minimize(at, [0.0] * n, bounds.index(inf), method="SLSQP", constraints=room, options=options).x
-    how = {"losses": lambda w: [f(w) for f in functions], "optimizer": jd.sgd(0.02), "aggregator": constrained(bounds)}
+    how = {
+        "losses": lambda w: [f(w) for f in functions],
+        "optimizer": jd.sgd(0.02),
+        "aggregator": jd.aggregators.constrained(bounds),
+    }
     state = jd.train_state(torch.zeros(n, dtype=torch.float64), **how)
     take = jd.compiled(partial(jd.step, **how), backend="eager")
     for _ in range(3000):
@@ -54,7 +57,7 @@ def test_it_leads_where_slsqp_does_and_rests_there(name):
     st.floats(0, 4),
 )
 def test_weights_are_those_of_the_formula_by_hand(calls, bounds, rate, damping):
-    rule, state, bounded = constrained(bounds, rate, damping), None, np.array(bounds) < inf
+    rule, state, bounded = jd.aggregators.constrained(bounds, rate, damping), None, np.array(bounds) < inf
     multipliers = np.where(bounded, 0.0, 1.0)
     for values in calls:
         excess = np.where(bounded, np.array(values) - np.where(bounded, bounds, 0), 0)
@@ -72,20 +75,20 @@ def test_weights_are_those_of_the_formula_by_hand(calls, bounds, rate, damping):
 def test_without_bounds_it_is_the_sum_and_a_bound_for_each_stops_inside():
     J, losses = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([0.5, -2.0])
     expected = jd.aggregate(jd.total(), J).direction
-    assert torch.equal(jd.aggregate(constrained([inf, inf]), J, losses=losses).direction, expected)
-    assert not jd.aggregate(constrained([1.0, -1.0]), J, losses=losses).direction.any()
+    assert torch.equal(jd.aggregate(jd.aggregators.constrained([inf, inf]), J, losses=losses).direction, expected)
+    assert not jd.aggregate(jd.aggregators.constrained([1.0, -1.0]), J, losses=losses).direction.any()
 
 
 def test_one_bound_per_loss():
     with pytest.raises(ValueError, match="constrained: bounds must be one per row, found 1 and 2 rows"):
-        jd.aggregate(constrained([0.5]), torch.ones(2, 2), losses=torch.ones(2))
+        jd.aggregate(jd.aggregators.constrained([0.5]), torch.ones(2, 2), losses=torch.ones(2))
     with pytest.raises(ValueError, match=r"constrained: bounds must be numbers, or math\.inf for none, found"):
-        constrained([torch.nan, 0.5])
+        jd.aggregators.constrained([torch.nan, 0.5])
 
 
 def test_a_bound_that_is_not_finite_flags_its_loss_alone_and_the_multipliers_stay():
     losses = lambda w, factor: {"cost": w.square().sum(), "limit": w.sum() * factor}
-    how = {"losses": losses, "aggregator": constrained([inf, 0.5]), "optimizer": jd.sgd(0.1)}
+    how = {"losses": losses, "aggregator": jd.aggregators.constrained([inf, 0.5]), "optimizer": jd.sgd(0.1)}
     fine = torch.tensor(1.0)
     state = jd.train_state(torch.ones(2), fine, scale=jd.scale_state(2.0**8, shape=2), **how)
     state, info = jd.step(state, fine, **how)
@@ -102,7 +105,11 @@ def test_the_trunk_of_multitask_losses_in_float16_meets_the_bound():
     losses = jd.autocast(jd.multitask(lambda w, x: x @ w, heads), dtype=torch.float16)
     params = {"shared": torch.zeros(1, 1), "heads": torch.tensor(0.0)}
     # In units of 1e-8 of the second loss: 0.1 and 1.
-    how = {"losses": losses, "aggregator": constrained([inf, 1e-8], 1e15, 1e16), "optimizer": jd.sgd(0.05)}
+    how = {
+        "losses": losses,
+        "aggregator": jd.aggregators.constrained([inf, 1e-8], 1e15, 1e16),
+        "optimizer": jd.sgd(0.05),
+    }
     x = torch.ones(1, 1)
     state = jd.train_state(params, x, scale=jd.scale_state(2.0**14, shape=(2,)), **how)
     for _ in range(200):

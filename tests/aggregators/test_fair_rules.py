@@ -11,14 +11,11 @@ from scipy.optimize import linprog, minimize, root
 from sequences import J3, integer_jacobians
 from torch.func import jacrev
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.dualproj import dualproj
-from functional_jd.aggregators.fairgrad import fairgrad
-from functional_jd.aggregators.nash_mtl import nash_mtl
+import functional_jd as jd
 
 
 def direction(J, alpha=1.0):
-    return aggregate(fairgrad(alpha), J).direction
+    return jd.aggregate(jd.fairgrad(alpha), J).direction
 
 
 def of_no_gain(J):
@@ -71,7 +68,7 @@ def degenerate_jacobians(draw):
 
 @given(degenerate_jacobians(), st.integers(-16, 10).map(lambda k: 10 ** (k / 10)))
 def test_it_is_the_direction_of_largest_utility_that_scipy_finds(J, alpha):
-    d, w, _ = aggregate(fairgrad(alpha), torch.from_numpy(J))
+    d, w, _ = jd.aggregate(jd.fairgrad(alpha), torch.from_numpy(J))
     if alpha >= 1 and of_no_gain(J).any():
         assert (w == 0).all()
         return
@@ -93,14 +90,14 @@ def test_rows_that_cancel_do_not_stop_a_row_that_is_independent_of_them():
 
 def test_alpha_zero_is_the_mean_and_looks_at_nothing():
     torch.testing.assert_close(direction(J3, 0), J3.mean(0))
-    assert fairgrad(0).view.products == "none"
+    assert jd.fairgrad(0).view.products == "none"
 
 
 @pytest.mark.parametrize("conflict", [False, True])
 def test_the_limit_of_small_alpha_is_the_projected_total(conflict):
     J = torch.tensor([[3.0, 0, 1], [-2 if conflict else 2, 1, 0], [2, 1, 0]], dtype=torch.float64)
     assert ((J @ J.sum(0)).amin() < 0) == conflict
-    projected = aggregate(dualproj([1.0, 1.0, 1.0]), J).direction
+    projected = jd.aggregate(jd.dualproj([1.0, 1.0, 1.0]), J).direction
     assert torch.allclose(projected, J.sum(0)) != conflict
     alpha = 1e-6  # to first order, the direction is off by alpha times logarithms of the weights
     check_within(direction(J, alpha), projected, 64 * alpha * J.norm())
@@ -114,13 +111,13 @@ SEQUENCE = [J3, J3.flip(0) + 1, 3 * J3.flip(1), J3 + J3.flip(1)]
 
 
 def of_nash_mtl(J, max_norm=1.0):
-    return aggregate(nash_mtl(max_norm), J).direction
+    return jd.aggregate(jd.nash_mtl(max_norm), J).direction
 
 
 def directions(rule, jacobians):
     state, found = None, []
     for J in jacobians:
-        d, _, state = aggregate(rule, J, state)
+        d, _, state = jd.aggregate(rule, J, state)
         found.append(d)
     return torch.stack(found)
 
@@ -136,7 +133,7 @@ def test_the_residual_is_rounding_from_few_rows_to_many(m, lean):
     generator = torch.Generator().manual_seed(m)
     J = torch.randn(m, 2 * m, generator=generator, dtype=torch.float64)
     J = J + lean * torch.randn(2 * m, generator=generator, dtype=torch.float64)
-    w = aggregate(nash_mtl(max_norm=0), J).weights
+    w = jd.aggregate(jd.nash_mtl(max_norm=0), J).weights
     check_within(w * (J @ J.T @ w), torch.ones_like(w), residual_bound(J, w))
 
 
@@ -144,7 +141,7 @@ def test_the_residual_is_rounding_from_few_rows_to_many(m, lean):
 @pytest.mark.parametrize("place", [(0, 0), (2, 2), (0, 1)])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, torch.tensor(1.0)])
 def test_a_repeated_call_shows_that_the_gramian_is_not_finite(max_norm, place, bad):
-    rule, J = nash_mtl(max_norm, every=3), torch.tensor([[1.0, 0.5, 0.0], [-0.5, 1.0, 0.2], [0.3, 0.0, 2.0]])
+    rule, J = jd.nash_mtl(max_norm, every=3), torch.tensor([[1.0, 0.5, 0.0], [-0.5, 1.0, 0.2], [0.3, 0.0, 2.0]])
     G = (J @ J.T).double()
     _, state = rule.update(G, rule.init(G))
     broken = G.clone()
@@ -167,6 +164,6 @@ def test_two_rows_have_the_bisector_of_length_root_two(cosine):
 
 
 def test_derivatives_flow_through_the_state():
-    rule = nash_mtl(0.0, every=2)
+    rule = jd.nash_mtl(0.0, every=2)
     f = lambda J: directions(rule, [J, SEQUENCE[1]])[1]
     check_derivatives(jacrev(f)(J3), f, J3)

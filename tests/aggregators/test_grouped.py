@@ -11,26 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import functional_jd as jd
-from functional_jd import jacobian_fn, random
-from functional_jd.aggregation.aggregate import Aggregator, aggregate
-from functional_jd.aggregation.combine import combine
-from functional_jd.aggregation.lifts import stateless
+from functional_jd import random
 from functional_jd.aggregation.views import full_jacobian, gramian, losses, no_gradients, with_losses
-from functional_jd.aggregators.clipped import clipped
-from functional_jd.aggregators.cr_mogm import cr_mogm
-from functional_jd.aggregators.excess_mtl import excess_mtl
-from functional_jd.aggregators.grouped import grouped
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.modo import modo
-from functional_jd.aggregators.total import total
-from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.optimizers.sgd import sgd
 from functional_jd.testing import batched, compiled, differentiable, jacobians, laws_of, non_finite
-from functional_jd.training.driver import chosen_engine
-from functional_jd.training.start import train_state
-from functional_jd.training.step import step
 
 rows = hnp.arrays(float, (3, 5), elements=st.integers(-4, 4)).map(torch.from_numpy)
 
@@ -51,25 +36,25 @@ def drawn():
         drawn, carried = random.split(key)
         return random.uniform(drawn, (len(seen),), dtype=torch.float64), carried
 
-    return Aggregator(gramian, lambda seen: random.key(7), update)
+    return jd.Aggregator(gramian, lambda seen: random.key(7), update)
 
 
 def entrywise():
-    return stateless(full_jacobian, lambda J: torch.sign(J) + 2)
+    return jd.stateless(full_jacobian, lambda J: torch.sign(J) + 2)
 
 
 def rules():
-    return {"trunk": upgrad(), "middle": excess_mtl(0.1), "last": drawn()}
+    return {"trunk": jd.upgrad(), "middle": jd.excess_mtl(0.1), "last": drawn()}
 
 
 @given(rows, rows)
 def test_every_group_is_aggregated_as_if_alone_call_after_call(one, two):
-    together, state = grouped(rules()), None
+    together, state = jd.grouped(rules()), None
     alone = dict.fromkeys(rules())
     for J in (tree(one), tree(two)):
-        direction, _, state = aggregate(together, J, state)
+        direction, _, state = jd.aggregate(together, J, state)
         for key, rule in rules().items():
-            expected = aggregate(rule, J[key], alone[key])
+            expected = jd.aggregate(rule, J[key], alone[key])
             alone[key] = expected.state
             for mine, theirs in zip(tree_leaves(direction[key]), tree_leaves(expected.direction), strict=True):
                 check_within(mine, theirs, 64 * eps() * sum(leaf.abs().sum() for leaf in tree_leaves(J[key])))
@@ -79,7 +64,7 @@ def test_every_group_is_aggregated_as_if_alone_call_after_call(one, two):
 
 def test_no_conflict_within_a_group_where_the_groups_rule_allows_none():
     J = {"a": torch.tensor([[1.0, 0.0], [-1.0, 1.0]]), "b": torch.tensor([[2.0], [2.0]])}
-    direction = aggregate(grouped({"a": upgrad(), "b": mean()}), J).direction
+    direction = jd.aggregate(jd.grouped({"a": jd.upgrad(), "b": jd.mean()}), J).direction
     assert (J["a"] @ direction["a"] >= 0).all()
     # Half of the first row's projection [1/2, 1/2], half of the second's [0, 1].
     torch.testing.assert_close(direction, {"a": torch.tensor([0.25, 0.75]), "b": torch.tensor([2.0])})
@@ -87,73 +72,76 @@ def test_no_conflict_within_a_group_where_the_groups_rule_allows_none():
 
 def test_weights_are_those_of_the_groups_and_combine_as_they_are():
     J = tree(number(1))
-    direction, weights, _ = aggregate(grouped(rules()), J)
+    direction, weights, _ = jd.aggregate(jd.grouped(rules()), J)
     assert {key: own.shape for key, own in weights.items()} == dict.fromkeys(J, (3,))
-    torch.testing.assert_close(combine(J, weights), direction)
+    torch.testing.assert_close(jd.aggregation.combine(J, weights), direction)
 
 
 def test_weights_entry_by_entry_are_left_as_they_are():
     J = {"a": number(0), "b": number(1)}
-    direction = aggregate(grouped({"a": entrywise(), "b": mean()}), J).direction
+    direction = jd.aggregate(jd.grouped({"a": entrywise(), "b": jd.mean()}), J).direction
     torch.testing.assert_close(direction["a"], ((J["a"].sign() + 2) * J["a"]).sum(0))
 
 
 def test_the_order_of_the_keys_does_not_matter():
     J = tree(number(2))
-    backwards = aggregate(grouped(dict(reversed(rules().items()))), dict(reversed(J.items())))
-    forwards = aggregate(grouped(rules()), J)
+    backwards = jd.aggregate(jd.grouped(dict(reversed(rules().items()))), dict(reversed(J.items())))
+    forwards = jd.aggregate(jd.grouped(rules()), J)
     assert all(map(torch.equal, tree_leaves(backwards.direction), tree_leaves(forwards.direction)))
 
 
 def test_second_batches_and_losses_reach_the_rules_that_look_at_them():
     J, K = {"a": number(0), "b": number(1)}, {"a": number(2), "b": number(3)}
     values = torch.tensor([1.0, 2.0, 3.0])
-    together = grouped({"a": modo(0.01), "b": stateless(losses, lambda seen: seen)})
-    direction = aggregate(together, J, None, K, losses=values).direction
-    torch.testing.assert_close(direction["a"], aggregate(modo(0.01), J["a"], None, K["a"]).direction)
+    together = jd.grouped({"a": jd.modo(0.01), "b": jd.stateless(losses, lambda seen: seen)})
+    direction = jd.aggregate(together, J, None, K, losses=values).direction
+    torch.testing.assert_close(direction["a"], jd.aggregate(jd.modo(0.01), J["a"], None, K["a"]).direction)
     torch.testing.assert_close(direction["b"], values.double() @ J["b"])
     with pytest.raises(ValueError, match="independent batches"):
-        aggregate(together, J, losses=values)
+        jd.aggregate(together, J, losses=values)
 
 
 def test_the_groups_of_a_multitask_jacobian_are_those_of_the_trunk():
     J, heads = tree(number(0)), {"out": torch.ones(2)}
-    direction = aggregate(grouped(rules()), MultitaskJacobian(J, heads)).direction
-    expected = aggregate(grouped(rules()), J).direction
+    direction = jd.aggregate(jd.grouped(rules()), MultitaskJacobian(J, heads)).direction
+    expected = jd.aggregate(jd.grouped(rules()), J).direction
     assert all(map(torch.equal, tree_leaves(direction["shared"]), tree_leaves(expected)))
     assert direction["heads"] is heads
 
 
 def test_averages_compose_outside_and_inside():
     J, K = ({"a": number(k), "b": number(k + 1)} for k in range(2))
-    plain, inside = {"a": upgrad(), "b": upgrad()}, {"a": cr_mogm(upgrad()), "b": upgrad()}
-    state = aggregate(cr_mogm(grouped(plain)), J).state
-    outer = aggregate(cr_mogm(grouped(plain)), K, state).direction
-    state = aggregate(grouped(inside), J).state
-    inner = aggregate(grouped(inside), K, state).direction
-    old, new = (aggregate(upgrad(), tree["a"]).weights for tree in (J, K))
+    plain, inside = {"a": jd.upgrad(), "b": jd.upgrad()}, {"a": jd.cr_mogm(jd.upgrad()), "b": jd.upgrad()}
+    state = jd.aggregate(jd.cr_mogm(jd.grouped(plain)), J).state
+    outer = jd.aggregate(jd.cr_mogm(jd.grouped(plain)), K, state).direction
+    state = jd.aggregate(jd.grouped(inside), J).state
+    inner = jd.aggregate(jd.grouped(inside), K, state).direction
+    old, new = (jd.aggregate(jd.upgrad(), tree["a"]).weights for tree in (J, K))
     torch.testing.assert_close(outer["a"], (0.9 * old + 0.1 * new) @ K["a"])
     torch.testing.assert_close(inner["a"], outer["a"])
-    torch.testing.assert_close(inner["b"], aggregate(upgrad(), K["b"]).direction)
+    torch.testing.assert_close(inner["b"], jd.aggregate(jd.upgrad(), K["b"]).direction)
 
 
 def test_what_is_not_finite_stays_in_its_group():
     J = tree(number(0))
     J["middle"] = J["middle"] * torch.tensor([[1.0], [torch.nan], [1.0]])
-    direction = aggregate(grouped({"trunk": upgrad(), "middle": upgrad(), "last": mean()}), J).direction
+    direction = jd.aggregate(jd.grouped({"trunk": jd.upgrad(), "middle": jd.upgrad(), "last": jd.mean()}), J).direction
     assert direction["middle"].isnan().all()
     assert all(leaf.isfinite().all() for leaf in tree_leaves([direction["trunk"], direction["last"]]))
 
 
 MISTAKES = [
-    (lambda J: aggregate(grouped({"a": mean()}), J), r".* top-level keys .*, \['a', 'b'\], found \['a'\]"),
-    (lambda J: aggregate(grouped(dict.fromkeys("abc", mean())), J), r".* \['a', 'b'\], found \['a', 'b', 'c'\]"),
-    (lambda J: aggregate(grouped({"a": mean()}), [J["a"]]), "parameters must be a dict by groups, found list"),
-    (lambda J: grouped({}), "rules must be one rule for each group"),
-    (lambda J: grouped({"a": mean}), r"rules\['a'\] must be a rule, found"),
-    (lambda J: grouped({"a": mean()}, rows={"b": [1]}), "rows must have keys"),
+    (lambda J: jd.aggregate(jd.grouped({"a": jd.mean()}), J), r".* top-level keys .*, \['a', 'b'\], found \['a'\]"),
+    (
+        lambda J: jd.aggregate(jd.grouped(dict.fromkeys("abc", jd.mean())), J),
+        r".* \['a', 'b'\], found \['a', 'b', 'c'\]",
+    ),
+    (lambda J: jd.aggregate(jd.grouped({"a": jd.mean()}), [J["a"]]), "parameters must be a dict by groups, found list"),
+    (lambda J: jd.grouped({}), "rules must be one rule for each group"),
+    (lambda J: jd.grouped({"a": jd.mean}), r"rules\['a'\] must be a rule, found"),
+    (lambda J: jd.grouped({"a": jd.mean()}, rows={"b": [1]}), "rows must have keys"),
     *(
-        (lambda J, own=own: grouped({"a": mean()}, rows={"a": own}), "rows must have keys")
+        (lambda J, own=own: jd.grouped({"a": jd.mean()}, rows={"a": own}), "rows must have keys")
         for own in ([1, 1], [], [-1])
     ),
 ]
@@ -165,7 +153,7 @@ def test_groups_and_rules_that_do_not_fit_are_named(make, message):
         make({"a": number(0), "b": number(1)})
 
 
-@pytest.mark.parametrize("other", [mean, partial(clipped, 0.1), upgrad], ids=["mean", "clipped", "upgrad"])
+@pytest.mark.parametrize("other", [jd.mean, partial(jd.clipped, 0.1), jd.upgrad], ids=["mean", "clipped", "upgrad"])
 def test_groups_inside_a_group_take_a_step_as_their_rows_are_aggregated(other):
     params = {"a": {"u": torch.tensor([1.0, -2.0]), "v": torch.tensor([0.5])}, "b": torch.tensor([3.0, 1.0])}
 
@@ -173,10 +161,10 @@ def test_groups_inside_a_group_take_a_step_as_their_rows_are_aggregated(other):
         u, v, b = params["a"]["u"], params["a"]["v"], params["b"]
         return torch.stack([u.square().sum() + (v * b).sum(), (u * b).sum() + v.pow(3).sum()])
 
-    rule = grouped({"a": grouped({"u": mean(), "v": total()}), "b": other()})
-    method = {"losses": values, "aggregator": rule, "optimizer": sgd(1.0)}
-    moved, _ = step(train_state(params, **method), **method)
-    direction = aggregate(rule, jacobian_fn(values)(params)[0]).direction
+    rule = jd.grouped({"a": jd.grouped({"u": jd.mean(), "v": jd.total()}), "b": other()})
+    method = {"losses": values, "aggregator": rule, "optimizer": jd.sgd(1.0)}
+    moved, _ = jd.step(jd.train_state(params, **method), **method)
+    direction = jd.aggregate(rule, jd.jacobian_fn(values)(params)[0]).direction
     expected = tree_map(torch.sub, params, direction)
     torch.testing.assert_close(moved.params, expected)
 
@@ -188,9 +176,9 @@ def test_a_rule_of_callables_without_a_hash_is_a_rule():
         def __call__(self, received, state):
             return torch.full_like(received, 0.5), state
 
-    rule = Aggregator(no_gradients, lambda _: (), Halves())
+    rule = jd.Aggregator(no_gradients, lambda _: (), Halves())
     J = {"a": number(0), "b": number(1)}
-    direction = aggregate(grouped({"a": rule, "b": rule}), J).direction
+    direction = jd.aggregate(jd.grouped({"a": rule, "b": rule}), J).direction
     torch.testing.assert_close(direction, {name: 0.5 * leaf.sum(0) for name, leaf in J.items()})
 
 
@@ -223,24 +211,29 @@ def two_groups(n=4):
 @pytest.mark.parametrize(
     ("rules", "engine", "passes", "words"),
     [
-        ({"a": mean(), "b": mean()}, "weighted", 1, "the rule needs no gradients: one backward pass"),
-        ({"a": mean(), "b": total()}, "weighted", 2, "2 backward passes"),
-        ({"a": upgrad(), "b": mean()}, "jacobian", 3, "parameters are few"),
-        ({"a": mean(), "b": stateless(full_jacobian, lambda J: torch.ones(3))}, "jacobian", 3, "the rows themselves"),
+        ({"a": jd.mean(), "b": jd.mean()}, "weighted", 1, "the rule needs no gradients: one backward pass"),
+        ({"a": jd.mean(), "b": jd.total()}, "weighted", 2, "2 backward passes"),
+        ({"a": jd.upgrad(), "b": jd.mean()}, "jacobian", 3, "parameters are few"),
+        (
+            {"a": jd.mean(), "b": jd.stateless(full_jacobian, lambda J: torch.ones(3))},
+            "jacobian",
+            3,
+            "the rows themselves",
+        ),
     ],
 )
 def test_groups_cost_what_their_rules_cost_together(rules, engine, passes, words):
     params, x, losses_of, seen = two_groups()
-    how = {"losses": losses_of, "aggregator": grouped(rules), "optimizer": sgd(0.1)}
-    state = train_state(params, x, **how)
-    choice = chosen_engine(state, x, losses=losses_of, aggregator=how["aggregator"])
+    how = {"losses": losses_of, "aggregator": jd.grouped(rules), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(params, x, **how)
+    choice = jd.chosen_engine(state, x, losses=losses_of, aggregator=how["aggregator"])
     assert (choice.engine, words in choice.reason) == (engine, True), choice
     seen.clear()
-    new, _ = step(state, x, **how)
+    new, _ = jd.step(state, x, **how)
     assert len(seen) == passes
-    rows, _ = jacobian_fn(losses_of)(params, x)
+    rows, _ = jd.jacobian_fn(losses_of)(params, x)
     for key, rule in rules.items():
-        expected = aggregate(rule, rows[key]).direction
+        expected = jd.aggregate(rule, rows[key]).direction
         moved = tree_map(lambda p, d: p - 0.1 * d, params[key], expected)
         for found, wanted in zip(tree_leaves(new.params[key]), tree_leaves(moved), strict=True):
             check_within(found, wanted, 64 * eps() * (1 + wanted.abs().max()))
@@ -248,13 +241,13 @@ def test_groups_cost_what_their_rules_cost_together(rules, engine, passes, words
 
 def test_groups_of_many_parameters_have_inner_products_by_group():
     params, x, losses_of, _ = two_groups(n=1 << 18)
-    rule = grouped({"a": upgrad(), "b": clipped(0.1)})
-    how = {"losses": losses_of, "aggregator": rule, "optimizer": sgd(0.1)}
-    state = train_state(params, x, **how)
-    assert chosen_engine(state, x, losses=losses_of, aggregator=rule).engine == "gramian"
-    by_products, info = step(state, x, **how)
-    by_rows, other = step(state, x, engine="jacobian", **how)
-    rows, _ = jacobian_fn(losses_of)(params, x)
+    rule = jd.grouped({"a": jd.upgrad(), "b": jd.clipped(0.1)})
+    how = {"losses": losses_of, "aggregator": rule, "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(params, x, **how)
+    assert jd.chosen_engine(state, x, losses=losses_of, aggregator=rule).engine == "gramian"
+    by_products, info = jd.step(state, x, **how)
+    by_rows, other = jd.step(state, x, engine="jacobian", **how)
+    rows, _ = jd.jacobian_fn(losses_of)(params, x)
     sizes = {"a": rows["a"]["w"], "b": rows["b"]["v"]}
     for key, J in sizes.items():
         check_within(info.weights[key], other.weights[key], gramian_bound(J, other.weights[key].abs().max()))
@@ -265,16 +258,16 @@ def test_groups_of_many_parameters_have_inner_products_by_group():
 @pytest.mark.parametrize("view", [gramian.map(lambda G: 2 * G), with_losses(gramian).map(lambda pair: 2 * pair[0])])
 def test_a_view_that_is_made_of_the_gramian_gets_its_engine(view):
     params, x, losses_of, _ = two_groups(n=1 << 18)
-    rule = stateless(view, lambda G: torch.softmax(-G.diagonal().sqrt(), 0))
-    state = train_state(params, x, losses=losses_of, aggregator=rule, optimizer=sgd(0.1))
-    assert chosen_engine(state, x, losses=losses_of, aggregator=rule).engine == "gramian"
-    rows, values = jacobian_fn(losses_of)(params, x)
+    rule = jd.stateless(view, lambda G: torch.softmax(-G.diagonal().sqrt(), 0))
+    state = jd.train_state(params, x, losses=losses_of, aggregator=rule, optimizer=jd.sgd(0.1))
+    assert jd.chosen_engine(state, x, losses=losses_of, aggregator=rule).engine == "gramian"
+    rows, values = jd.jacobian_fn(losses_of)(params, x)
     G = gramian(rows)
-    _, info = step(state, x, losses=losses_of, aggregator=rule, optimizer=sgd(0.1))
+    _, info = jd.step(state, x, losses=losses_of, aggregator=rule, optimizer=jd.sgd(0.1))
     # An exponent is off by the roundings of a sum of squares, of which the root has half.
     rounding = rows["b"]["v"].shape[1] * eps() * (2 * G).diagonal().sqrt().max()
     check_within(info.weights, torch.softmax(-(2 * G).diagonal().sqrt(), 0), rounding)
-    check_within(aggregate(rule, rows, losses=values).weights, info.weights, rounding)
+    check_within(jd.aggregate(rule, rows, losses=values).weights, info.weights, rounding)
     flat = torch.cat([leaf.flatten(1) for leaf in tree_leaves(rows)], 1)
     check_within(info.gramian, G, product_bound(flat, flat.mT))
 

@@ -7,29 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import number, values
 
-from functional_jd.aggregation.aggregate import aggregate, start
+import functional_jd as jd
+from functional_jd.aggregation.aggregate import start
 from functional_jd.aggregation.combine import averaged, zero_rows
-from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import full_jacobian, row_norms
-from functional_jd.aggregators.constant import constant
-from functional_jd.aggregators.cr_mogm import cr_mogm
-from functional_jd.aggregators.db_mtl import db_mtl
-from functional_jd.aggregators.excess_mtl import excess_mtl
-from functional_jd.aggregators.grouped import grouped
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.moco import moco
-from functional_jd.aggregators.modo import modo
-from functional_jd.aggregators.random_weights import random_weights
-from functional_jd.aggregators.sdmgrad import sdmgrad
-from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.random import key
 from functional_jd.testing.strategies import jacobians
 
 
 def test_modo_on_the_same_batch_again_and_again_leads_to_the_min_norm_point():
-    rule, state, J = modo(0.01, 0.0), None, torch.tensor([[3.0, 1.0], [-1.0, 2.0], [4.0, 4.0]], dtype=torch.float64)
+    rule, state, J = jd.modo(0.01, 0.0), None, torch.tensor([[3.0, 1.0], [-1.0, 2.0], [4.0, 4.0]], dtype=torch.float64)
     for _ in range(1000):
-        direction, weights, state = aggregate(rule, J, state, J)
+        direction, weights, state = jd.aggregate(rule, J, state, J)
     # No row lies nearer to the origin, seen along the min-norm point, than the point itself.
     products = J @ direction
     assert products.min() >= (1 - half_the_digits()) * (direction @ direction)
@@ -38,21 +27,21 @@ def test_modo_on_the_same_batch_again_and_again_leads_to_the_min_norm_point():
 
 @given(st.integers(0, 2**63), st.integers(1, 9))
 def test_random_weights_are_positive_add_up_to_one_and_change_at_every_call(seed, m):
-    rule, rows = random_weights(key(seed)), torch.zeros(m, 2)
-    first = aggregate(rule, rows)
-    second = aggregate(rule, rows, first.state)
+    rule, rows = jd.random_weights(key(seed)), torch.zeros(m, 2)
+    first = jd.aggregate(rule, rows)
+    second = jd.aggregate(rule, rows, first.state)
     for weights in (first.weights, second.weights):
         assert weights.dtype == torch.float64
         assert (weights > 0).all()
         torch.testing.assert_close(weights.sum(), torch.ones((), dtype=torch.float64))
-    assert torch.equal(first.weights, aggregate(rule, rows).weights)
+    assert torch.equal(first.weights, jd.aggregate(rule, rows).weights)
     assert m == 1 or not torch.equal(first.weights, second.weights)
 
 
 def test_moco_carries_over_what_the_current_rows_do_not_contain():
-    rule, losses = moco(0.5, 0.0, beta_sigma=0.0), torch.tensor([4.0, 8.0])
-    state = aggregate(rule, torch.tensor([[0.0, 3.0], [7.0, 0.0]]), losses=losses).state
-    direction = aggregate(rule, torch.zeros(2, 2), state, losses=losses).direction
+    rule, losses = jd.moco(0.5, 0.0, beta_sigma=0.0), torch.tensor([4.0, 8.0])
+    state = jd.aggregate(rule, torch.tensor([[0.0, 3.0], [7.0, 0.0]]), losses=losses).state
+    direction = jd.aggregate(rule, torch.zeros(2, 2), state, losses=losses).direction
     torch.testing.assert_close(direction, torch.tensor([1.0, 0.5]))
 
 
@@ -61,109 +50,109 @@ def test_moco_carries_over_what_the_current_rows_do_not_contain():
 def test_the_length_of_a_row_does_not_matter_to_moco(scales, dtype):
     factors, state, scaled = torch.tensor(scales, dtype=dtype).unsqueeze(1), None, None
     for k in range(3):
-        expected, _, state = aggregate(moco(), number(k).to(dtype), state, losses=values(k))
-        direction, _, scaled = aggregate(moco(), factors * number(k).to(dtype), scaled, losses=values(k))
+        expected, _, state = jd.aggregate(jd.moco(), number(k).to(dtype), state, losses=values(k))
+        direction, _, scaled = jd.aggregate(jd.moco(), factors * number(k).to(dtype), scaled, losses=values(k))
         check_within(direction, expected, 64 * eps(dtype) * expected.abs().max())
 
 
 def test_without_a_scale_the_weights_of_sdmgrad_stay():
     J = number(0)
-    assert aggregate(sdmgrad(), J, None, -J).weights.tolist() == pytest.approx([1 / 3] * 3)
-    assert aggregate(sdmgrad(), 0 * J, None, J).direction.tolist() == [0] * 4
+    assert jd.aggregate(jd.sdmgrad(), J, None, -J).weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert jd.aggregate(jd.sdmgrad(), 0 * J, None, J).direction.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("scales", [[1e-30, 1.0, 1e30], [1e30] * 3, [1e-30] * 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_after_a_warm_up_of_excess_mtl_the_scale_of_a_row_does_not_matter(scales, dtype):
     factors = torch.tensor(scales, dtype=dtype).unsqueeze(1)
-    rule, state, scaled = excess_mtl(n_warmup=2), None, None
+    rule, state, scaled = jd.excess_mtl(n_warmup=2), None, None
     for k in range(5):
-        _, expected, state = aggregate(rule, number(k), state)
-        _, weights, scaled = aggregate(rule, number(k).to(dtype) * factors, scaled)
+        _, expected, state = jd.aggregate(rule, number(k), state)
+        _, weights, scaled = jd.aggregate(rule, number(k).to(dtype) * factors, scaled)
         check_within(weights, expected, 64 * eps(dtype) * expected)
     assert (weights - 1 / 3).abs().max() > 0.01
 
 
 def test_a_row_that_was_zero_so_far_starts_with_its_first_risk_in_excess_mtl():
     J = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
-    rule = excess_mtl(n_warmup=1)
-    state = aggregate(rule, J).state
-    direction, weights, state = aggregate(rule, J, state)
+    rule = jd.excess_mtl(n_warmup=1)
+    state = jd.aggregate(rule, J).state
+    direction, weights, state = jd.aggregate(rule, J, state)
     assert direction.isfinite().all()
     assert weights[1] > weights[0] > 0
-    weights = aggregate(rule, 1e9 * J.flip(0), state).weights
+    weights = jd.aggregate(rule, 1e9 * J.flip(0), state).weights
     assert weights[0] > 0.1
 
 
 def test_db_mtl_carries_over_what_the_current_rows_do_not_contain():
-    rule, ones = db_mtl(0.5), torch.ones(2)
-    state = aggregate(rule, torch.tensor([[0.0, 4.0], [4.0, 0.0]]), losses=ones).state
-    direction = aggregate(rule, torch.tensor([[0.0, 0.0], [0.0, 0.0]]), state, losses=ones).direction
+    rule, ones = jd.db_mtl(0.5), torch.ones(2)
+    state = jd.aggregate(rule, torch.tensor([[0.0, 4.0], [4.0, 0.0]]), losses=ones).state
+    direction = jd.aggregate(rule, torch.tensor([[0.0, 0.0], [0.0, 0.0]]), state, losses=ones).direction
     assert direction.tolist() == [1.0, 1.0]
 
 
 def test_every_group_of_db_mtl_carries_its_own_rows_and_averages_are_averaged():
     trees = [{"b": number(k)[:, :1], "w": number(k)[:, 1:]} for k in range(3)]
-    both, first, second = grouped({"b": db_mtl(), "w": mean()}), None, None
+    both, first, second = jd.grouped({"b": jd.db_mtl(), "w": jd.mean()}), None, None
     for k, tree in enumerate(trees):
-        direction, _, first = aggregate(both, tree, first, losses=values(k))
-        expected, _, second = aggregate(db_mtl(), tree["b"], second, losses=values(k))
+        direction, _, first = jd.aggregate(both, tree, first, losses=values(k))
+        expected, _, second = jd.aggregate(jd.db_mtl(), tree["b"], second, losses=values(k))
         torch.testing.assert_close(direction, {"b": expected, "w": tree["w"].mean(0)})
     directions, state = [], None
     for k in range(2):
-        direction, _, state = aggregate(cr_mogm(db_mtl(0.0), 0.25), number(0), state, losses=values(k))
+        direction, _, state = jd.aggregate(jd.cr_mogm(jd.db_mtl(0.0), 0.25), number(0), state, losses=values(k))
         directions.append(direction)
-    plain = [aggregate(db_mtl(0.0), number(0), losses=values(k)).direction for k in range(2)]
+    plain = [jd.aggregate(jd.db_mtl(0.0), number(0), losses=values(k)).direction for k in range(2)]
     torch.testing.assert_close(directions, [plain[0], 0.25 * plain[0] + 0.75 * plain[1]])
 
 
 @pytest.mark.parametrize("scales", [[1e-18, 1.0, 1e18], [1e18] * 3, [1e-18] * 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_unit_of_a_loss_does_not_matter_to_db_mtl(scales, dtype):
-    factors, rule, state, scaled = torch.tensor(scales, dtype=dtype), db_mtl(), None, None
+    factors, rule, state, scaled = torch.tensor(scales, dtype=dtype), jd.db_mtl(), None, None
     for k in range(3):
-        expected, _, state = aggregate(rule, number(k).to(dtype), state, losses=values(k).to(dtype))
+        expected, _, state = jd.aggregate(rule, number(k).to(dtype), state, losses=values(k).to(dtype))
         rows, losses = factors.unsqueeze(1) * number(k).to(dtype), factors * values(k).to(dtype)
-        direction, _, scaled = aggregate(rule, rows, scaled, losses=losses)
+        direction, _, scaled = jd.aggregate(rule, rows, scaled, losses=losses)
         check_within(direction, expected, 64 * eps(dtype) * expected.abs().max())
 
 
 def entrywise():
     """Weights for every entry: how much of a row's absolute values it holds."""
-    return stateless(full_jacobian, lambda J: {key: leaf.abs() / leaf.abs().sum() for key, leaf in J.items()})
+    return jd.stateless(full_jacobian, lambda J: {key: leaf.abs() / leaf.abs().sum() for key, leaf in J.items()})
 
 
 def test_equal_to_the_peer_over_four_calls():
     # torchjd 0.18, CRMOGMWeighting(w, alpha=0.5) where w returns the rows [1, 2, 3], [3, 2, 1], [0, 0, 4], [1, 1, 1]
     given = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [0.0, 0.0, 4.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    rule, state = cr_mogm(stateless(full_jacobian, lambda J: J[:, 0]), 0.5), None
+    rule, state = jd.cr_mogm(jd.stateless(full_jacobian, lambda J: J[:, 0]), 0.5), None
     for weights, expected in zip(given, [[1.0, 2.0, 3.0], [2.0] * 3, [1.0, 1.0, 3.0], [1.0, 1.0, 2.0]], strict=True):
-        seen, state = aggregate(rule, weights.unsqueeze(1), state)[1:]
+        seen, state = jd.aggregate(rule, weights.unsqueeze(1), state)[1:]
         torch.testing.assert_close(seen.tolist(), expected)
 
 
-@pytest.mark.parametrize("rule", [upgrad(), mean(), constant([0.1, 0.2, 0.3]), cr_mogm(upgrad())])
+@pytest.mark.parametrize("rule", [jd.upgrad(), jd.mean(), jd.constant([0.1, 0.2, 0.3]), jd.cr_mogm(jd.upgrad())])
 def test_the_first_call_is_the_rule_bit_for_bit_whatever_init_saw(rule):
-    expected = aggregate(rule, number(0))
-    assert torch.equal(aggregate(cr_mogm(rule), number(0)).direction, expected.direction)
-    elsewhere = start(cr_mogm(rule), number(1) * torch.nan)
-    assert torch.equal(aggregate(cr_mogm(rule), number(0), elsewhere).direction, expected.direction)
+    expected = jd.aggregate(rule, number(0))
+    assert torch.equal(jd.aggregate(jd.cr_mogm(rule), number(0)).direction, expected.direction)
+    elsewhere = start(jd.cr_mogm(rule), number(1) * torch.nan)
+    assert torch.equal(jd.aggregate(jd.cr_mogm(rule), number(0), elsewhere).direction, expected.direction)
 
 
 @given(st.lists(st.floats(-1e18, 1e18), min_size=1, max_size=4), st.floats(0, 0.999))
 def test_weights_that_never_change_stay_bit_for_bit(weights, momentum):
-    rule, state, J = cr_mogm(constant(weights), momentum), None, torch.ones(len(weights), 2)
+    rule, state, J = jd.cr_mogm(jd.constant(weights), momentum), None, torch.ones(len(weights), 2)
     for _ in range(3):
-        seen, state = aggregate(rule, J, state)[1:]
+        seen, state = jd.aggregate(rule, J, state)[1:]
         assert seen.tolist() == weights
 
 
 def test_weights_entry_by_entry_are_averaged_entry_by_entry():
     trees = [{"w": number(k)[:, :3], "b": number(k)[:, 3]} for k in range(2)]
-    first, second = (aggregate(entrywise(), tree).weights for tree in trees)
-    rule = cr_mogm(entrywise(), 0.25)
-    state = aggregate(rule, trees[0]).state
-    weights = aggregate(rule, trees[1], state).weights
+    first, second = (jd.aggregate(entrywise(), tree).weights for tree in trees)
+    rule = jd.cr_mogm(entrywise(), 0.25)
+    state = jd.aggregate(rule, trees[0]).state
+    weights = jd.aggregate(rule, trees[1], state).weights
     torch.testing.assert_close(weights["w"], 0.25 * first["w"] + 0.75 * second["w"])
     torch.testing.assert_close(weights["b"], 0.25 * first["b"] + 0.75 * second["b"])
 

@@ -12,21 +12,18 @@ from scipy.optimize import minimize
 from sequences import integer_jacobians, random_rows
 
 import functional_jd as jd
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.mgda import mgda
 
 # By how much a search may miss a bound, relative to the terms; within how much other solvers meet theirs.
 MISSED, FEASIBLE = 1e-12, 1e-9
 
 
 def direction(J):
-    return aggregate(mgda(), J).direction
+    return jd.aggregate(jd.mgda(), J).direction
 
 
 def gap(J):
     """By how much `<d, g_i> >= |d|^2` is missed, in units of the row and of the shortest one; weights checked too."""
-    w = aggregate(mgda(), J).weights
+    w = jd.aggregate(jd.mgda(), J).weights
     assert w.min() >= -4 * eps()
     assert abs(w.sum() - 1) <= 4 * len(w) * eps()
     norms, d = torch.linalg.vector_norm(J, dim=1), w @ J
@@ -55,7 +52,7 @@ def test_rows_of_zeros_share_all_the_weight(J):
     zero = (J == 0).all(1)
     if zero.any():
         assert (direction(J) == 0).all()
-        torch.testing.assert_close(aggregate(mgda(), J).weights, zero.double() / zero.sum())
+        torch.testing.assert_close(jd.aggregate(jd.mgda(), J).weights, zero.double() / zero.sum())
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 30])
@@ -69,14 +66,14 @@ def test_stationary_rows_give_nothing(m):
 def test_half_the_squared_length_has_the_weights_as_derivative():
     # The envelope theorem: d/dJ min |w'J|^2 / 2 = w (w'J)'.
     J = random_rows(5, 7)
-    result = aggregate(mgda(), J)
+    result = jd.aggregate(jd.mgda(), J)
     gradient = torch.func.grad(lambda J: direction(J).square().sum() / 2)(J)
     torch.testing.assert_close(gradient, torch.outer(result.weights, result.direction))
 
 
 def capped(J, cap):
     """Weights and direction, certified: in the capped simplex, and no allowed weights u have `<u'J, d> < |d|^2`."""
-    result = aggregate(mgda(cap=cap), J)
+    result = jd.aggregate(jd.mgda(cap=cap), J)
     w, d = result.weights, result.direction
     m, norms = len(J), torch.linalg.vector_norm(J, dim=1)
     assert w.min() >= -MISSED
@@ -142,7 +139,7 @@ def test_a_lower_cap_is_never_shorter_and_one_that_no_weight_reaches_changes_not
     low, high = sorted((cap_of(J, one), cap_of(J, other)))
     (_, longer), (_, shorter) = capped(J, low), capped(J, high)
     assert shorter.norm() <= longer.norm() + half_the_digits(J.norm())
-    plain = aggregate(mgda(), J)
+    plain = jd.aggregate(jd.mgda(), J)
     if plain.weights.max() <= high:
         check_within(shorter, plain.direction, half_the_digits(J.norm()))
 
@@ -170,15 +167,15 @@ def test_a_cap_of_many_and_of_dependent_rows(m):
 def test_the_ends_are_mgda_and_the_mean():
     for m in (1, 2, 3, 7, 49):
         J = random_rows(m, 4, seed=m)
-        assert torch.equal(aggregate(mgda(cap=1), J).weights, aggregate(mgda(), J).weights)
-        torch.testing.assert_close(aggregate(mgda(cap=1 / m), J).weights, aggregate(mean(), J).weights)
-        found = aggregate(mgda(cap=torch.tensor(1.0)), J).direction
+        assert torch.equal(jd.aggregate(jd.mgda(cap=1), J).weights, jd.aggregate(jd.mgda(), J).weights)
+        torch.testing.assert_close(jd.aggregate(jd.mgda(cap=1 / m), J).weights, jd.aggregate(jd.mean(), J).weights)
+        found = jd.aggregate(jd.mgda(cap=torch.tensor(1.0)), J).direction
         check_within(found, direction(J), half_the_digits(J.norm()))
 
 
 def test_a_row_at_the_cap_may_conflict():
     # By hand: the short row gets all that is allowed, and the long one the rest.
-    result = aggregate(mgda(cap=0.6), torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))
+    result = jd.aggregate(jd.mgda(cap=0.6), torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))
     torch.testing.assert_close(result.weights, torch.tensor([0.6, 0.4], dtype=torch.float64))
     torch.testing.assert_close(result.direction, torch.tensor([-0.2, 0.0]))
 
@@ -186,21 +183,21 @@ def test_a_row_at_the_cap_may_conflict():
 def test_caps_out_of_range_raise_by_name():
     for cap in (0.0, -1.0, 1.01, float("nan")):
         with pytest.raises(ValueError, match=r"^mgda: cap must be in \(0, 1\], found"):
-            mgda(cap=cap)
-    how = {"losses": lambda p: torch.stack([p.sum(), -p.sum(), p @ p]), "aggregator": mgda(cap=0.3)}
+            jd.mgda(cap=cap)
+    how = {"losses": lambda p: torch.stack([p.sum(), -p.sum(), p @ p]), "aggregator": jd.mgda(cap=0.3)}
     error = r": cap must be at least 1 / 3, as weights sum to 1, found 0.3. Pass a larger weight.$"
     with pytest.raises(ValueError, match="^train_state" + error):
         jd.train_state(torch.ones(2), optimizer=jd.sgd(0.1), **how)
     with pytest.raises(ValueError, match="^aggregate" + error):
-        aggregate(mgda(cap=0.3), torch.ones(3, 2))
-    assert aggregate(mgda(cap=torch.tensor(0.3)), torch.ones(3, 2)).weights.isnan().all()
+        jd.aggregate(jd.mgda(cap=0.3), torch.ones(3, 2))
+    assert jd.aggregate(jd.mgda(cap=torch.tensor(0.3)), torch.ones(3, 2)).weights.isnan().all()
 
 
 def test_weights_of_losses_and_flags_of_float16_with_a_cap():
     J = torch.tensor([[1.0, 0.0, 2.0], [-2.0, 1.0, 0.0], [0.0, -3.0, 1.0]])
-    losses, rule = lambda p: (J.to(p) @ p).float(), mgda(cap=0.4)
+    losses, rule = lambda p: (J.to(p) @ p).float(), jd.mgda(cap=0.4)
     found = jd.weights_fn(losses, rule)(torch.zeros(3))
-    torch.testing.assert_close(found.weights.double(), aggregate(rule, J).weights)
+    torch.testing.assert_close(found.weights.double(), jd.aggregate(rule, J).weights)
     how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(0.1)}
     for scale, moves in ((2.0, True), (2.0**16, False)):
         with pytest.warns(UserWarning, match="found float16"):
@@ -209,5 +206,5 @@ def test_weights_of_losses_and_flags_of_float16_with_a_cap():
         assert info.moved == moves
         assert info.finite.all() == moves
         if moves:
-            expected = -0.1 * aggregate(rule, J).direction
+            expected = -0.1 * jd.aggregate(rule, J).direction
             check_within(after.params.float(), expected, 4 * eps(torch.float16) * expected.abs().max())

@@ -8,17 +8,14 @@ from bounds import check_within, eps, half_the_digits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.aggregate import aggregate
+import functional_jd as jd
 from functional_jd.aggregation.hyper_parameters import random_visit_orders
-from functional_jd.aggregators.graddrop import graddrop
-from functional_jd.aggregators.gradvac import GradVacState, gradvac
-from functional_jd.aggregators.pcgrad import pcgrad
-from functional_jd.random import key, split
+from functional_jd.aggregators.gradvac import GradVacState
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(1, 9))
 def test_every_row_meets_all_others_once(seed, m):
-    orders = random_visit_orders(key(seed), m)
+    orders = random_visit_orders(jd.random.key(seed), m)
     assert orders.shape == (m, m - 1)
     for i, order in enumerate(orders.tolist()):
         assert sorted(order) == [j for j in range(m) if j != i]
@@ -26,7 +23,7 @@ def test_every_row_meets_all_others_once(seed, m):
 
 def test_all_pairs_of_orders_are_equally_likely():
     n = 7200
-    orders = torch.vmap(random_visit_orders, in_dims=(0, None))(split(key(0), n), 4)
+    orders = torch.vmap(random_visit_orders, in_dims=(0, None))(jd.random.split(jd.random.key(0), n), 4)
     for one, two in [(0, 1), (1, 3), (2, 3)]:
         for first in permutations(sorted({0, 1, 2, 3} - {one})):
             for second in permutations(sorted({0, 1, 2, 3} - {two})):
@@ -50,16 +47,16 @@ def projected(J, i, order):
 def test_many_rows_are_projected_as_the_paper_does(m, n):
     J = torch.randn(m, n, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
     J = J - J.mean(0)
-    orders = random_visit_orders(split(key(3))[0], m)
+    orders = random_visit_orders(jd.random.split(jd.random.key(3))[0], m)
     rows = torch.stack([projected(J, i, order) for i, order in enumerate(orders.tolist())])
-    found = aggregate(pcgrad(key(3)), J)
+    found = jd.aggregate(jd.pcgrad(jd.random.key(3)), J)
     check_within(found.direction, rows.sum(0), m * n * eps() * found.weights @ J.abs())
 
 
 def test_every_call_draws_again():
-    rule, state, seen = pcgrad(key(0)), None, set()
+    rule, state, seen = jd.pcgrad(jd.random.key(0)), None, set()
     for _ in range(30):
-        result = aggregate(rule, THREE, state)
+        result = jd.aggregate(rule, THREE, state)
         state = result.state
         seen.add(tuple(result.weights.tolist()))
     assert len(seen) > 3
@@ -85,7 +82,7 @@ def test_equal_to_the_peer_on_two_rows_call_after_call():
     )
     state, digits = None, 1e-5
     for J, direction in zip(Js, expected, strict=True):
-        result = aggregate(gradvac(key(3)), J, state)
+        result = jd.aggregate(jd.gradvac(jd.random.key(3)), J, state)
         check_within(result.direction, direction, digits)
         state = result.state
 
@@ -94,7 +91,7 @@ def test_two_rows_of_any_scales_come_as_close_as_their_target():
     c = torch.tensor([[1e18], [1e-18]], dtype=torch.float64)
     J = c * torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     targets = torch.tensor([[0.0, 0.6], [0.8, 0.0]], dtype=torch.float64)
-    result = aggregate(gradvac(key(0)), J, GradVacState(key(0), targets))
+    result = jd.aggregate(jd.gradvac(jd.random.key(0)), J, GradVacState(jd.random.key(0), targets))
     # (1, 0) is bent to (1, 3/4), of cosine 0.6 with (0, 1), and (0, 1) to (4/3, 1), of cosine 0.8 with (1, 0).
     expected = torch.tensor([1 + 1e-36 * 4 / 3, 1e-36 + 0.75], dtype=torch.float64) * 1e18
     check_within(result.direction, expected, 64 * eps() * expected)
@@ -114,7 +111,7 @@ def test_two_rows_of_any_scales_come_as_close_as_their_target():
 def test_degenerate_rows_stay_finite_for_a_hundred_calls(J, beta):
     J, state = torch.tensor(J, dtype=torch.float64), None
     for _ in range(100):
-        result = aggregate(gradvac(key(0), beta), J, state)
+        result = jd.aggregate(jd.gradvac(jd.random.key(0), beta), J, state)
         state = result.state
         assert result.weights.isfinite().all()
         assert state.targets.isfinite().all()
@@ -126,22 +123,24 @@ def test_rows_that_were_always_parallel_or_opposite_change_nothing_and_cancel():
         g = torch.tensor([0.1, 0.7, -0.3], dtype=torch.float64)
         J, state = torch.stack([g, sign * g]), None
         for _ in range(80):  # by now the targets have become +-1, where the formula divides by zero
-            result = aggregate(gradvac(key(0)), J, state)
+            result = jd.aggregate(jd.gradvac(jd.random.key(0)), J, state)
             check_within(result.direction, expected * g, half_the_digits(g.norm()))
             state = result.state
         assert abs(float(state.targets[0, 1]) - sign) <= 64 * eps()
 
 
 def test_one_row_is_kept_and_rows_of_zeros_add_nothing():
-    assert torch.equal(aggregate(gradvac(key(0)), THREE[:1]).direction, THREE[0])
+    assert torch.equal(jd.aggregate(jd.gradvac(jd.random.key(0)), THREE[:1]).direction, THREE[0])
     targets = torch.full((3, 3), 0.5, dtype=torch.float64)
     J = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    assert torch.equal(aggregate(gradvac(key(0)), J, GradVacState(key(0), targets)).direction, J[0])
+    assert torch.equal(
+        jd.aggregate(jd.gradvac(jd.random.key(0)), J, GradVacState(jd.random.key(0), targets)).direction, J[0]
+    )
 
 
 def test_derivatives_by_finite_differences_in_the_rows_and_in_the_targets():
-    f = lambda J, t: aggregate(gradvac(key(0)), J, GradVacState(key(4), t)).direction
-    g = lambda J, t: aggregate(gradvac(key(0)), J, GradVacState(key(4), t)).state.targets
+    f = lambda J, t: jd.aggregate(jd.gradvac(jd.random.key(0)), J, GradVacState(jd.random.key(4), t)).direction
+    g = lambda J, t: jd.aggregate(jd.gradvac(jd.random.key(0)), J, GradVacState(jd.random.key(4), t)).state.targets
     inputs = THREE.clone().requires_grad_(), TARGETS.clone().requires_grad_()
     assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
     assert torch.autograd.gradcheck(g, inputs, check_forward_ad=True)
@@ -154,7 +153,7 @@ def test_a_row_of_zeros_moves_no_row_whatever_its_target():
     # Row 0 gets the cosine 1/2 with row 2, and row 2 the cosine 0 with row 0.
     expected = torch.stack([J[0] + (0.5 * 0.8 / 0.75**0.5 + 0.6) * J[2], J[2] + 0.6 * J[0]]).sum(0)
     for seed in range(4):  # row 1 comes first for some of the keys
-        found = aggregate(gradvac(key(seed)), J, GradVacState(key(seed), targets)).direction
+        found = jd.aggregate(jd.gradvac(jd.random.key(seed)), J, GradVacState(jd.random.key(seed), targets)).direction
         check_within(found, expected, 16 * eps() * 3)
 
 
@@ -166,7 +165,7 @@ MANY = 40_000
 def test_a_sign_is_picked_as_often_as_its_share_so_that_the_mean_is_the_sum(column, dtype):
     column = torch.tensor(column, dtype=dtype)
     positive, size = column.clamp(min=0).sum(), column.abs().sum()
-    d = aggregate(graddrop(key(0)), column.unsqueeze(1).expand(-1, MANY)).direction
+    d = jd.aggregate(jd.graddrop(jd.random.key(0)), column.unsqueeze(1).expand(-1, MANY)).direction
     share = float((d > 0).double().mean())
     expected = float(positive / size)
     deviation = (expected * (1 - expected) / MANY) ** 0.5
@@ -175,10 +174,10 @@ def test_a_sign_is_picked_as_often_as_its_share_so_that_the_mean_is_the_sum(colu
 
 
 def test_the_signs_of_different_entries_and_calls_are_independent():
-    rule, J = graddrop(key(0)), {"a": torch.tensor([[1.0], [-1.0]]).expand(2, MANY // 2)}
+    rule, J = jd.graddrop(jd.random.key(0)), {"a": torch.tensor([[1.0], [-1.0]]).expand(2, MANY // 2)}
     J["b"] = J["a"].clone()
-    first = aggregate(rule, J)
-    second = aggregate(rule, J, first.state)
+    first = jd.aggregate(rule, J)
+    second = jd.aggregate(rule, J, first.state)
     signs = torch.stack([result.direction[name] for result in (first, second) for name in ("a", "b")]).double()
     assert (torch.corrcoef(signs) - torch.eye(4)).abs().max() < 4 * (MANY / 2) ** -0.5
     neighbours = torch.stack([signs[0, :-1], signs[0, 1:]])
@@ -189,7 +188,7 @@ def test_the_signs_of_different_entries_and_calls_are_independent():
 def test_the_largest_numbers_of_a_dtype_do_not_overflow(dtype):
     most = torch.finfo(dtype).max
     J = torch.tensor([[most], [most], [-most], [-most]], dtype=dtype).expand(4, MANY)
-    weights = aggregate(graddrop(key(0)), J).weights
+    weights = jd.aggregate(jd.graddrop(jd.random.key(0)), J).weights
     assert weights.dtype == torch.float32
     assert abs(float(weights[0].mean()) - 0.5) < 4 * 0.5 * MANY**-0.5
 
@@ -197,7 +196,7 @@ def test_the_largest_numbers_of_a_dtype_do_not_overflow(dtype):
 def test_derivatives_of_graddrop_in_the_rows_and_in_the_leak():
     J = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     leak = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    f = lambda J, leak: aggregate(graddrop(key(0), leak), J).direction
+    f = lambda J, leak: jd.aggregate(jd.graddrop(jd.random.key(0), leak), J).direction
     assert torch.autograd.gradcheck(f, (J.requires_grad_(), leak.requires_grad_()), check_forward_ad=True)
     assert torch.func.jacrev(f, argnums=1)(J.detach(), leak.detach()).abs().max() > 0.1
 
@@ -205,6 +204,6 @@ def test_derivatives_of_graddrop_in_the_rows_and_in_the_leak():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so_in_its_entry_whatever_chance_says(bad):
     J = torch.tensor([[bad, 1.0], [1.0, 1.0], [-1.0, 1.0]])
-    found = torch.vmap(lambda k: aggregate(graddrop(k), J).direction)(split(key(0), 20))
+    found = torch.vmap(lambda k: jd.aggregate(jd.graddrop(k), J).direction)(jd.random.split(jd.random.key(0), 20))
     assert not found[:, 0].isfinite().any()
     assert torch.equal(found[:, 1], torch.full((20,), 3.0))

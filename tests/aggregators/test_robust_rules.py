@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import integer_jacobians
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.krum import krum
-from functional_jd.aggregators.trimmed_mean import trimmed_mean
+import functional_jd as jd
 
 SIX = torch.tensor([[-6.0, -4.0], [2.0, 7.0], [4.0, -8.0], [-4.0, 4.0], [2.0, -6.0], [8.0, -1.0]], dtype=torch.float64)
 
@@ -37,7 +35,7 @@ def selected(J, n_byzantine, n_selected):
 def test_the_rows_of_the_lowest_scores_count_the_same(problem):
     J, n_byzantine, n_selected = problem
     chosen = selected(J, n_byzantine, n_selected)
-    weights = aggregate(krum(n_byzantine, n_selected), J).weights
+    weights = jd.aggregate(jd.krum(n_byzantine, n_selected), J).weights
     expected = [1 / n_selected if i in chosen else 0.0 for i in range(len(J))]
     assert torch.equal(weights, torch.tensor(expected, dtype=torch.float64))
 
@@ -46,7 +44,7 @@ def test_the_rows_of_the_lowest_scores_count_the_same(problem):
 def test_equivariant_under_scaling_and_translation(problem, exponent):
     J, *numbers = problem
     moved = (J + torch.arange(1.0, J.shape[1] + 1)) * 2.0**exponent
-    assert torch.equal(aggregate(krum(*numbers), moved).weights, aggregate(krum(*numbers), J).weights)
+    assert torch.equal(jd.aggregate(jd.krum(*numbers), moved).weights, jd.aggregate(jd.krum(*numbers), J).weights)
 
 
 def test_distances_count_squared():
@@ -55,14 +53,14 @@ def test_distances_count_squared():
     Not squared, they are 1 + 4.2 + 7.1 = 12.3 and 4.1 + 4.2 + 5 = 13.4.
     """
     J = torch.tensor([[5.0, 8.0], [7.0, 1.0], [4.0, 8.0], [4.0, 1.0], [8.0, 5.0]])
-    assert aggregate(krum(0), J).weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert jd.aggregate(jd.krum(0), J).weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_rows_that_are_wrong_by_any_amount_do_not_count():
     right = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for size in (1e2, 1e18):
         wrong = size * torch.tensor([[1.0, 1.0, -1.0, 0.0], [1.0, 1.0, -1.0, 1e-3]], dtype=torch.float64)
-        weights = aggregate(krum(2, 3), torch.cat([wrong, right])).weights
+        weights = jd.aggregate(jd.krum(2, 3), torch.cat([wrong, right])).weights
         assert torch.equal(weights[:2], torch.zeros(2, dtype=torch.float64))
 
 
@@ -82,15 +80,15 @@ def test_equivariant_under_scaling_translation_and_the_order_of_rows(problem, ex
     order = list(range(len(J)))
     chance.shuffle(order)
     offset = torch.arange(1.0, J.shape[1] + 1, dtype=torch.float64)
-    d = aggregate(trimmed_mean(trim), J).direction
-    moved = aggregate(trimmed_mean(trim), (J[order] + offset) * 2.0**exponent).direction
+    d = jd.aggregate(jd.trimmed_mean(trim), J).direction
+    moved = jd.aggregate(jd.trimmed_mean(trim), (J[order] + offset) * 2.0**exponent).direction
     check_within(moved, (d + offset) * 2.0**exponent, 2 * sum_bound(J.abs() + offset) * 2.0**exponent)
 
 
 @given(problems(), st.sampled_from([-1e30, 1e30]))
 def test_with_at_most_trim_wrong_rows_every_entry_lies_between_right_ones(problem, wrong):
     J, trim = problem
-    d = aggregate(trimmed_mean(trim), torch.cat([J[trim:], torch.full_like(J[:trim], wrong)])).direction
+    d = jd.aggregate(jd.trimmed_mean(trim), torch.cat([J[trim:], torch.full_like(J[:trim], wrong)])).direction
     assert (d >= J[trim:].amin(0) - sum_bound(J)).all()
     assert (d <= J[trim:].amax(0) + sum_bound(J)).all()
 
@@ -102,7 +100,7 @@ def test_a_tree_of_any_shapes_and_low_precision(dtype):
         "b": torch.randn(5, generator=generator).to(dtype),
         "a": [torch.randn(5, 2, 3, generator=generator).to(dtype)],
     }
-    result = aggregate(trimmed_mean(2), tree)
+    result = jd.aggregate(jd.trimmed_mean(2), tree)
     assert torch.equal(result.direction["b"], tree["b"].median())
     assert torch.equal(result.direction["a"][0], tree["a"][0].median(0).values)
     assert result.weights["a"][0].dtype == torch.float32
@@ -114,14 +112,14 @@ def test_what_is_not_finite_is_not_hidden(bad, trim):
     for row in range(5):
         J = FIVE.clone()
         J[row, 1] = bad
-        d = aggregate(trimmed_mean(trim), J).direction
+        d = jd.aggregate(jd.trimmed_mean(trim), J).direction
         assert d.isfinite().tolist() == [True, False, True]
 
 
 def test_numbers_of_rows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"krum: expected at least 7 rows, with n_byzantine=4 .* found 6. Use more"):
-        aggregate(krum(4), SIX)
+        jd.aggregate(jd.krum(4), SIX)
     with pytest.raises(ValueError, match=r"krum: expected at least 8 rows, .* n_selected=8, found 6. Use more"):
-        aggregate(krum(0, 8), SIX)
+        jd.aggregate(jd.krum(0, 8), SIX)
     with pytest.raises(ValueError, match=r"trimmed_mean: expected at least 7 rows, with trim=3, found 5. Use more"):
-        aggregate(trimmed_mean(3), FIVE)
+        jd.aggregate(jd.trimmed_mean(3), FIVE)

@@ -8,19 +8,16 @@ from hypothesis import assume, given
 from sequences import DEPENDENT, J3, integer_jacobians
 from torch.func import jacfwd, jacrev
 
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.aligned_mtl import aligned_mtl
-from functional_jd.aggregators.config import config
-from functional_jd.aggregators.imtl_g import imtl_g
+import functional_jd as jd
 
 
 def aligned(J, preference=None, scale_mode="min"):
-    return aggregate(aligned_mtl(preference, scale_mode), J).direction
+    return jd.aggregate(jd.aligned_mtl(preference, scale_mode), J).direction
 
 
 @pytest.mark.parametrize("scale", [1e-150, 1e-18, 1e18, 1e150])
 def test_it_scales_as_the_jacobian_does(scale):
-    weights = aggregate(aligned_mtl(), J3).weights
+    weights = jd.aggregate(jd.aligned_mtl(), J3).weights
     bound = 4 * torch.linalg.cond(J3) ** 2 * product_bound(weights, J3)
     check_within(aligned(scale * J3) / scale, aligned(J3), bound)
 
@@ -49,7 +46,7 @@ def test_derivatives_are_right_where_other_eigenvalues_coincide():
 
 
 def of_config(J, preference=None):
-    return aggregate(config(preference), J).direction
+    return jd.aggregate(jd.config(preference), J).direction
 
 
 @pytest.mark.parametrize("J", [J3, DEPENDENT])
@@ -60,7 +57,7 @@ def test_only_ratios_of_the_preference_matter(J, size):
 
 
 def of_imtl_g(J):
-    return aggregate(imtl_g(), J).direction
+    return jd.aggregate(jd.imtl_g(), J).direction
 
 
 @given(integer_jacobians(rows=(2, 6)).map(torch.Tensor.numpy))
@@ -71,7 +68,7 @@ def test_the_papers_closed_form_on_the_rows(J):
     assume(np.linalg.cond(U @ D.T) < 1 / half_the_digits())
     others = np.linalg.solve((D @ U.T).T, U @ J[0])  # the paper's alpha = g_1 U' (D U')^-1
     expected = np.concatenate([[1 - others.sum()], others])
-    found, rows = aggregate(imtl_g(), torch.from_numpy(J)).weights, torch.from_numpy(J)
+    found, rows = jd.aggregate(jd.imtl_g(), torch.from_numpy(J)).weights, torch.from_numpy(J)
     bound = gramian_bound(rows, np.abs(expected).max() * (1 + np.linalg.cond(U @ D.T)))
     check_within(found, torch.from_numpy(expected), bound)
 

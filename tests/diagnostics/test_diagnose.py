@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import functional_jd as jd
-from functional_jd import gramian_fn, jacobian_fn
-from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian
-from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.heads import MultitaskJacobian
-from functional_jd.core.names import objective_names
 from functional_jd.diagnostics import Diagnosis, blame, describe, diagnose
-from functional_jd.objectives import multitask
 
 jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
     lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
@@ -164,7 +158,7 @@ def test_jacobian_and_gramian_weights_and_direction_agree():
     J = {"w": random_rows(3, 2, 4), "b": random_rows(3, 5, seed=1)}
     weights = random_rows(3, seed=2)
     before = J["w"].clone(), weights.clone()
-    expected = diagnose(J, combine(J, weights))
+    expected = diagnose(J, jd.aggregation.combine(J, weights))
     assert_same(diagnose(J, weights), expected)
     assert torch.equal(J["w"], before[0])
     assert torch.equal(weights, before[1])
@@ -178,7 +172,7 @@ def test_jacobian_and_gramian_weights_and_direction_agree():
 
 def test_a_rule_that_never_conflicts_is_seen_not_to():
     J = random_rows(5, 5) - 0.4
-    plain, projected = diagnose([J]), diagnose([J], [aggregate(upgrad(), J).direction])
+    plain, projected = diagnose([J]), diagnose([J], [jd.aggregate(jd.upgrad(), J).direction])
     assert plain.conflict > 0
     assert (projected.alignment >= -64 * eps()).all()
 
@@ -192,14 +186,14 @@ def test_what_the_engines_return_is_taken():
 
     params = {"shared": random_rows(4, 3), "heads": random_rows(3, 2, seed=1)}
     x = random_rows(6, 4, seed=2)
-    losses = multitask(features, heads)
-    jacobian, values = jacobian_fn(losses)(params, x)
+    losses = jd.multitask(features, heads)
+    jacobian, values = jd.jacobian_fn(losses)(params, x)
     assert isinstance(jacobian, MultitaskJacobian)
     expected = diagnose(jacobian.shared)
     assert_same(diagnose(jacobian), expected)
-    assert_same(diagnose(jacobian, combine(jacobian, torch.ones(2))), expected)
-    assert_same(diagnose(gramian_fn(losses)(params, x)[0]), expected, 2**8 * eps(torch.float32))
-    assert objective_names(values) == ["left", "right"]
+    assert_same(diagnose(jacobian, jd.aggregation.combine(jacobian, torch.ones(2))), expected)
+    assert_same(diagnose(jd.gramian_fn(losses)(params, x)[0]), expected, 2**8 * eps(torch.float32))
+    assert jd.objective_names(values) == ["left", "right"]
 
 
 def test_a_row_that_is_not_finite_leaves_what_is_said_of_the_others():
@@ -263,7 +257,7 @@ def test_compiles_in_one_graph():
     weights = random_rows(3, seed=2)
     compiled = torch.compile(diagnose, fullgraph=True, backend="aot_eager")
     assert_same(compiled(J, weights), diagnose(J, weights))
-    assert_same(compiled(J, combine(J, weights)), diagnose(J, combine(J, weights)))
+    assert_same(compiled(J, jd.aggregation.combine(J, weights)), diagnose(J, jd.aggregation.combine(J, weights)))
     assert_same(compiled(gramian(J), weights), diagnose(gramian(J), weights))
 
 
@@ -305,7 +299,7 @@ def test_a_square_jacobian_can_be_said_to_be_one():
     for rows, direction in zip(J, x, strict=True):
         assert_same(bare(rows, direction), diagnose([rows], [direction]))
         assert_same(bare(rows), diagnose([rows]))
-        assert_same(bare(rows, combine(rows, direction)), diagnose([rows], direction))
+        assert_same(bare(rows, jd.aggregation.combine(rows, direction)), diagnose([rows], direction))
         assert_same(diagnose(gramian(rows), direction, gramian=True), diagnose(gramian(rows), direction))
     in_a_list = torch.vmap(lambda J, x: diagnose([J], [x]))(J, x)
     assert_same(torch.vmap(bare)(J, x), in_a_list)
@@ -333,7 +327,7 @@ def test_second_derivatives_of_the_rank_are_right_where_singular_values_differ()
 
 def test_the_table_names_the_rows():
     J = torch.tensor([[3.0, 4], [-3, 4], [0, -2]])
-    names = objective_names({"left": torch.zeros(()), "image": torch.zeros(2)})
+    names = jd.objective_names({"left": torch.zeros(()), "image": torch.zeros(2)})
     lines = describe(diagnose(J), names).splitlines()
     assert lines[0].startswith("Diagnosis: 67% of the pairs conflict, distance to stationarity 0, effective rank")
     assert lines[1].split() == ["objective", "norm", "direction", *names]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
+import functional_jd as jd
 from functional_jd.solvers import by_products as products
 from functional_jd.solvers import lcp
 from functional_jd.solvers.by_numbers import solve_by_numbers
 from functional_jd.solvers.by_products import solve_by_products
 from functional_jd.solvers.lcp import linear_complementarity, row_multipliers
-from functional_jd.torch_compat.callers import SlowPathWarning
 
 
 @st.composite
@@ -87,7 +87,7 @@ def test_many_rows_that_nearly_depend_on_one_another_are_projected_with_a_warnin
     x, centres = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (80, 40))
     rows = torch.exp(-8 * (x[:, None] - centres).square()) * torch.sin(40 * x).sign()[:, None]
     A = torch.nn.functional.normalize(rows)
-    with pytest.warns(SlowPathWarning, match="projections on the dual cone of 80 rows that nearly depend"):
+    with pytest.warns(jd.SlowPathWarning, match="projections on the dual cone of 80 rows that nearly depend"):
         s = row_multipliers(A @ A.T)
     # The conditions of the projections, where eigenvalues up to 1e-14 for each row count as zero.
     gains, sizes = (A + s.T @ A) @ A.T, 1 + s.sum(0)

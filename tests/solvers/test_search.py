@@ -12,7 +12,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 import functional_jd as jd
-from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.solvers.search import may_be_differentiated, per_problem
 
 capped = partial(jd.mgda, cap=0.3)
@@ -45,7 +44,7 @@ def searches(graph):
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 def test_a_tracer_sees_one_operator(build, tracing):
     J = rows(5)
-    weights = lambda J: aggregate(build(), J).weights
+    weights = lambda J: jd.aggregate(build(), J).weights
     traced = make_fx(weights, tracing_mode=tracing)(J)
     assert len(searches(traced.graph)) == (2 if build in (jd.pcd, capped) else 1)
     assert torch.equal(traced(2 * J + 1), weights(2 * J + 1))
@@ -55,7 +54,7 @@ def test_a_tracer_sees_one_operator(build, tracing):
 def test_exported_it_is_one_operator_that_may_be_captured_only_on_the_device(solver):
     class Module(torch.nn.Module):
         def forward(self, J):
-            return aggregate(jd.upgrad(solver=solver), J).weights
+            return jd.aggregate(jd.upgrad(solver=solver), J).weights
 
     program = torch.export.export(Module(), (rows(4),), strict=False)
     assert torch.equal(program.module()(rows(4)), Module()(rows(4)))
@@ -66,15 +65,15 @@ def test_exported_it_is_one_operator_that_may_be_captured_only_on_the_device(sol
 @each_search
 def test_fake_tensors_have_no_values_to_search_with(build):
     with FakeTensorMode() as mode:
-        found = aggregate(build(), mode.from_tensor(rows(5)))
+        found = jd.aggregate(build(), mode.from_tensor(rows(5)))
     assert found.weights.shape == (5,)
-    assert aggregate(build(), rows(5).to("meta")).weights.is_meta
+    assert jd.aggregate(build(), rows(5).to("meta")).weights.is_meta
 
 
 @each_search
 def test_under_transforms_one_copy_serves_all_problems(build):
     batch = torch.stack([rows(5), rows(5).flip(0), 2 * rows(5) + 1])
-    several = torch.vmap(lambda J: aggregate(build(), J).weights)
+    several = torch.vmap(lambda J: jd.aggregate(build(), J).weights)
     expected = several(batch)
     with simulated() as device:
         inputs = device.put(batch)
@@ -88,7 +87,7 @@ def test_under_transforms_one_copy_serves_all_problems(build):
 @each_search
 def test_derivatives_are_those_of_the_host(build):
     def length(J):
-        return aggregate(build(), J).direction.square().sum()
+        return jd.aggregate(build(), J).direction.square().sum()
 
     J = rows(4)
     transforms = (torch.func.grad(length), torch.func.jacrev(torch.func.grad(length)))
@@ -110,8 +109,8 @@ def test_in_inference_mode_the_numbers_are_the_same():
     with simulated() as device:
         there = device.put(rows(4))
         with torch.inference_mode():
-            found = aggregate(jd.upgrad(), there).weights
-    assert torch.equal(device.get(found), aggregate(jd.upgrad(), rows(4)).weights)
+            found = jd.aggregate(jd.upgrad(), there).weights
+    assert torch.equal(device.get(found), jd.aggregate(jd.upgrad(), rows(4)).weights)
 
 
 def test_a_number_for_each_problem_is_made_where_they_are():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.func import grad, hessian, jacfwd, jacrev
 
-from functional_jd import aggregate, config, imtl_g
+import functional_jd as jd
 from functional_jd.solvers.spectral import (
     damped_solve,
     damped_weights,
@@ -128,9 +128,9 @@ def test_what_is_not_well_conditioned_is_left():
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("spread", [0, 6])
-@pytest.mark.parametrize("rule", [config, imtl_g])
+@pytest.mark.parametrize("rule", [jd.config, jd.imtl_g])
 def test_rules_by_the_factor_find_what_they_find_by_eigenvalues(rule, m, spread):
-    direction = lambda J: aggregate(rule(), J).direction
+    direction = lambda J: jd.aggregate(rule(), J).direction
     J = normal(m, m + 9, seed=m) * 10.0 ** (spread * torch.linspace(-1, 1, m, dtype=torch.float64).unsqueeze(1))
     expected = torch.vmap(direction)(J.unsqueeze(0))[0]  # under vmap no value can be looked at
     check_within(direction(J), expected, gramian_bound(J, expected.abs().max()))

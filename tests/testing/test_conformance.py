@@ -14,11 +14,9 @@ import torch
 from hypothesis import settings
 from hypothesis.strategies import sampled_from
 
+import functional_jd as jd
 from functional_jd import testing
-from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.tree import tree_leaves
 from functional_jd.optimizers.sgd import SgdState
 from functional_jd.testing import (
@@ -40,7 +38,7 @@ FEW = settings(max_examples=30, derandomize=True, database=None, deadline=None)
 
 def shy(temperature=1.0):
     """Lean towards the objectives whose gradients are small."""
-    return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
+    return jd.stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
 
 
 test_shy = obeys(shy())  # test_shy[pure], test_shy[shaped], test_shy[batched], test_shy[compiled], ...
@@ -57,7 +55,7 @@ def modest():
     def view(jacobian, *others, losses=None):
         return losses_of(jacobian, losses=losses), cross_gramian(jacobian, *others)
 
-    return stateless(view, lambda seen: torch.softmax(-seen[0], dim=0) + 0 * seen[1].sum())
+    return jd.stateless(view, lambda seen: torch.softmax(-seen[0], dim=0) + 0 * seen[1].sum())
 
 
 losses_of = losses
@@ -76,15 +74,17 @@ def shown(law, rule, **options):
 
 @pytest.mark.parametrize("law", [laws.non_conflicting, laws.compiled], ids=lambda law: law.__name__)
 def test_what_a_failing_law_prints_runs_and_fails_in_the_same_way(law):
-    rule = mean() if law is laws.non_conflicting else stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])
+    rule = (
+        jd.mean() if law is laws.non_conflicting else jd.stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])
+    )
     code = shown(law, rule)
     with pytest.raises((AssertionError, RuntimeError)):
         exec(code, {"rule": rule})
-    exec(code, {"rule": upgrad()})  # it fails because of the rule
+    exec(code, {"rule": jd.upgrad()})  # it fails because of the rule
 
 
 def test_the_jacobian_that_is_printed_is_the_smallest():
-    assert "J = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)" in shown(laws.non_conflicting, mean())
+    assert "J = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)" in shown(laws.non_conflicting, jd.mean())
 
 
 def test_other_batches_and_losses_are_printed_too():
@@ -97,8 +97,8 @@ def test_other_batches_and_losses_are_printed_too():
 
 def test_trees_are_printed_with_their_containers():
     tree = {"a": [torch.zeros(2)], "b": SgdState(torch.zeros(()), (torch.zeros(1),))}
-    code = shown(laws.non_conflicting, mean(), jacobians=jacobians(like=tree))
-    scope = {"rule": mean()}
+    code = shown(laws.non_conflicting, jd.mean(), jacobians=jacobians(like=tree))
+    scope = {"rule": jd.mean()}
     with pytest.raises(AssertionError, match="conflicted"):
         exec(code, scope)
     assert type(scope["J"]["b"]) is SgdState
@@ -108,7 +108,7 @@ def test_trees_are_printed_with_their_containers():
 def stiff(temperature=1.0):
     """A rule whose law fails from a temperature of 5 on, and whose temperature is not differentiable."""
     number = float(temperature.detach()) if isinstance(temperature, torch.Tensor) else temperature
-    return mean() if number > 5 else upgrad()
+    return jd.mean() if number > 5 else jd.upgrad()
 
 
 @pytest.mark.parametrize("law", [laws.non_conflicting, hyper_parameters_are_values], ids=lambda law: law.__name__)
@@ -117,7 +117,7 @@ def test_hyper_parameters_are_drawn_and_printed(law):
     assert "{'temperature': " in code
     with pytest.raises((AssertionError, RuntimeError)):
         exec(code, {"build": stiff})
-    exec(code, {"build": lambda temperature: upgrad()})  # it fails because of the rule
+    exec(code, {"build": lambda temperature: jd.upgrad()})  # it fails because of the rule
 
 
 def test_with_hyper_parameters_their_law_is_one_of_the_default():
@@ -144,8 +144,8 @@ def test_a_law_of_one_s_own():
     def short(rule, jacobian, *others, losses=None):
         assert len(jacobian) < 3, "too long"
 
-    assert not laws_of(mean(), short)["short"]
-    assert laws_of(mean(), short, jacobians=jacobians(rows=2))["short"]
+    assert not laws_of(jd.mean(), short)["short"]
+    assert laws_of(jd.mean(), short, jacobians=jacobians(rows=2))["short"]
 
 
 def test_a_rule_gets_only_what_it_needs_and_other_batches_of_small_integers():
@@ -154,10 +154,10 @@ def test_a_rule_gets_only_what_it_needs_and_other_batches_of_small_integers():
     def watching(rule, jacobian, *others, losses=None):
         seen.append((others, losses))
 
-    laws_of(mean(), watching, settings=FEW)
+    laws_of(jd.mean(), watching, settings=FEW)
     assert all(case == ((), None) for case in seen)
     seen.clear()
-    laws_of(stateless(cross_gramian, lambda C: C.sum(1)), watching, settings=FEW)
+    laws_of(jd.stateless(cross_gramian, lambda C: C.sum(1)), watching, settings=FEW)
     assert all(losses is None for _, losses in seen)
     others = torch.cat([other.flatten() for (other,), _ in seen])
     assert torch.equal(others, others.round())
@@ -173,7 +173,7 @@ def test_a_search_is_the_same_each_time_and_leaves_the_generators_as_they_are():
 
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        laws_of(mean(), watching)
+        laws_of(jd.mean(), watching)
         assert torch.equal(torch.get_rng_state(), before)
         return seen
 
@@ -186,7 +186,7 @@ def test_what_fails_only_once_is_found_too():
     def once(rule, jacobian, *others, losses=None):
         assert next(calls) != 5, "only once"
 
-    assert "only once" in str(laws_of(mean(), once, settings=FEW)["once"].error)
+    assert "only once" in str(laws_of(jd.mean(), once, settings=FEW)["once"].error)
 
 
 def test_without_a_profile_a_search_is_the_same_each_time():
@@ -209,7 +209,7 @@ def test_one_case_of_several_rows_is_compiled(monkeypatch):
         return torch.ones_like(G[0])
 
     cases = sampled_from([torch.ones(m, 2, dtype=torch.float64) for m in (1, 2, 3)])
-    assert laws_of(stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)["compiled"]
+    assert laws_of(jd.stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)["compiled"]
     assert len(set(seen)) == 1
     assert seen[0] > 1
 
@@ -221,7 +221,7 @@ def test_a_rule_that_raises_for_few_rows_does_not_compile_there_either():
         return torch.ones_like(G[0])
 
     cases = sampled_from([torch.ones(m, 2, dtype=torch.float64) for m in (1, 2, 3)])
-    found = laws_of(stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)
+    found = laws_of(jd.stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)
     assert "compiled                  broken\n    # ArithmeticError: one row\n" in str(found)
     assert "from functional_jd.testing.laws import compiled" in str(found)
     assert found["compiled"].jacobian.shape == (1, 2)
@@ -234,18 +234,18 @@ def test_jacobians_are_those_asked_for():
         seen.append((J.shape, J.dtype))
         return torch.ones(len(J), dtype=torch.float64)
 
-    obeys(stateless(full_jacobian, weigh), laws.finite, jacobians=jacobians(rows=3, columns=2))(laws.finite)
+    obeys(jd.stateless(full_jacobian, weigh), laws.finite, jacobians=jacobians(rows=3, columns=2))(laws.finite)
     assert set(seen) == {((3, 2), torch.float64)}
 
 
 def test_one_row_is_compiled_too():
-    broken = stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])
+    broken = jd.stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])
     assert not laws_of(broken, laws.compiled, jacobians=jacobians(rows=1))["compiled"]
 
 
 def test_laws_of_tells_which_hold_and_reads_well():
     claims = [law for law in BY_CLAIM if law is not laws.strongly_stationary]
-    findings = laws_of(mean(), *claims, settings=FEW)
+    findings = laws_of(jd.mean(), *claims, settings=FEW)
     assert {name for name, found in findings.items() if not found} == {"non_conflicting"}
     assert list(findings) == [law.__name__ for law in claims]
     lines = str(findings).splitlines()
@@ -257,7 +257,7 @@ def test_laws_of_tells_which_hold_and_reads_well():
 @pytest.mark.parametrize("ask", [obeys, laws_of])
 def test_what_is_no_rule_is_refused(ask):
     with pytest.raises(TypeError, match=r"aggregator must be a rule, found function. Call its builder"):
-        ask(upgrad)
+        ask(jd.upgrad)
 
 
 def test_pytest_names_the_cases_after_the_laws_and_prints_little_more_than_the_counterexample(tmp_path):
@@ -282,12 +282,12 @@ def test_pytest_names_the_cases_after_the_laws_and_prints_little_more_than_the_c
     _, first, second = re.split(r"\n_+ test_.* _+\n", failures)
     assert len(first.splitlines()) <= 15
     assert len(second.partition("Captured log")[0].splitlines()) <= 15  # the compiler logs
-    shown: dict[str, Any] = {"rule": mean()}
+    shown: dict[str, Any] = {"rule": jd.mean()}
     with pytest.raises(AssertionError, match="rows are conflicted with"):
         exec(code_of(first), shown)
     assert shown["J"].shape[1] == 1  # in one column rows can be opposite already
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        exec(code_of(second), {"rule": stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])})
+        exec(code_of(second), {"rule": jd.stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])})
 
 
 def code_of(failure):

@@ -5,8 +5,7 @@ import pytest
 import torch
 from rule_table import RULES, jacobians_for, rule_of
 
-from functional_jd.aggregation.aggregate import Aggregator, aggregate
-from functional_jd.aggregation.lifts import stateless
+import functional_jd as jd
 from functional_jd.aggregation.views import gramian, no_gradients
 from functional_jd.testing import differentiable, hyper_parameters_are_values, laws_of
 
@@ -19,7 +18,7 @@ def rule(weigh, least=-10.0, most=10.0):
     def build(t):
         if not isinstance(t, torch.Tensor) and not least <= t <= most:
             raise ValueError(f"t must be from {least} to {most}, found {t}")
-        return stateless(gramian, lambda G: torch.ones_like(G[0]) * weigh(torch.as_tensor(t, dtype=torch.float64)))
+        return jd.stateless(gramian, lambda G: torch.ones_like(G[0]) * weigh(torch.as_tensor(t, dtype=torch.float64)))
 
     return build
 
@@ -48,7 +47,7 @@ def test_derivatives_in_later_steps_are_tried():
             values = lambda steps: torch.where(steps < wrong_from, t, t.detach())
             return lambda view, steps: (torch.ones_like(view) * values(steps), steps + 1)
 
-        return lambda t: Aggregator(no_gradients, lambda view: view.new_zeros(()), weigh(t))
+        return lambda t: jd.Aggregator(no_gradients, lambda view: view.new_zeros(()), weigh(t))
 
     hyper_parameters_are_values(build(3), {"t": 0.7}, J)
     with pytest.raises(AssertionError, match="jacfwd differs from differences"):
@@ -117,7 +116,7 @@ def test_rules_of_the_package_have_derivatives_by_the_jacobian(name):
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
 def test_a_rule_may_have_a_unit_of_its_own(temperature):
-    rule = stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, 0))
+    rule = jd.stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, 0))
     found = laws_of(rule, differentiable, settings=FEW)
     assert found["differentiable"], found
 
@@ -135,16 +134,16 @@ def test_a_rule_may_have_a_unit_of_its_own(temperature):
 )
 def test_a_wrong_derivative_by_the_jacobian_is_noticed(weigh, message):
     with pytest.raises(AssertionError, match=message):
-        differentiable(stateless(gramian, weigh), J)
+        differentiable(jd.stateless(gramian, weigh), J)
 
 
 def test_kinks_and_memory_are_differentiated():
-    differentiable(stateless(gramian, lambda G: (G.diagonal() - 1).relu()), J)  # the second row has a length of 1
+    differentiable(jd.stateless(gramian, lambda G: (G.diagonal() - 1).relu()), J)  # the second row has a length of 1
     keep = lambda G, memory: (G.diagonal() + memory, memory + G.diagonal())
-    differentiable(Aggregator(gramian, lambda G: torch.zeros_like(G[0]), keep), J)
+    differentiable(jd.Aggregator(gramian, lambda G: torch.zeros_like(G[0]), keep), J)
     lost = lambda G, memory: (G.diagonal() + memory, memory + G.diagonal().detach())
     with pytest.raises(AssertionError, match="jacfwd differs from differences"):
-        differentiable(Aggregator(gramian, lambda G: torch.zeros_like(G[0]), lost), J)
+        differentiable(jd.Aggregator(gramian, lambda G: torch.zeros_like(G[0]), lost), J)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in RULES.items() if entry.invalid])
@@ -152,7 +151,7 @@ def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(name):
     rule = rule_of(name)
 
     def direction(losses):
-        return aggregate(rule, torch.ones(3, 2), losses=losses).direction
+        return jd.aggregate(rule, torch.ones(3, 2), losses=losses).direction
 
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
     compiled = torch.compile(direction, fullgraph=True, backend="aot_eager")

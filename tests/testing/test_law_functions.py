@@ -5,11 +5,8 @@ import pytest
 import torch
 from bounds import eps
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import stateless
+import functional_jd as jd
 from functional_jd.aggregation.views import full_jacobian, gramian, losses, no_gradients
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.tree import tree_flatten, tree_map
 from functional_jd.testing import laws, laws_of
 
@@ -20,7 +17,7 @@ ones = torch.ones_like
 
 
 def forgetful(update, init=lambda view: ()):
-    return Aggregator(no_gradients, init, update)
+    return jd.Aggregator(no_gradients, init, update)
 
 
 def counting():
@@ -30,13 +27,13 @@ def counting():
         calls.append(1)
         return len(calls) * ones(view)
 
-    return stateless(no_gradients, weigh)
+    return jd.stateless(no_gradients, weigh)
 
 
 def remembering(weigh, after=lambda state: state + 1):
     """Its weights depend on how many steps there were."""
     init = lambda view: view.new_zeros(())
-    return Aggregator(no_gradients, init, lambda view, steps: (weigh(steps) * ones(view), after(steps)))
+    return jd.Aggregator(no_gradients, init, lambda view, steps: (weigh(steps) * ones(view), after(steps)))
 
 
 class Doubled(torch.autograd.Function):
@@ -63,28 +60,28 @@ def tallying():
         tally[0].add_(1)
         return ones(view)
 
-    return stateless(no_gradients, weigh)
+    return jd.stateless(no_gradients, weigh)
 
 
 def leaves(J):
     return len(tree_flatten(J)[0])
 
 
-SINGULAR = stateless(gramian, lambda G: ones(G[0]) / torch.linalg.det(G))
-BRANCHING = stateless(gramian, lambda G: ones(G[0]) if G[0, 0] > 1 else 0 * G[0])  # vmap and compile cannot follow
-NORMALISING = stateless(gramian, lambda G: 1 / G.diagonal().sqrt())
-NOTHING = stateless(no_gradients, torch.zeros_like)
+SINGULAR = jd.stateless(gramian, lambda G: ones(G[0]) / torch.linalg.det(G))
+BRANCHING = jd.stateless(gramian, lambda G: ones(G[0]) if G[0, 0] > 1 else 0 * G[0])  # vmap and compile cannot follow
+NORMALISING = jd.stateless(gramian, lambda G: 1 / G.diagonal().sqrt())
+NOTHING = jd.stateless(no_gradients, torch.zeros_like)
 BROKEN = {
     "counts calls": (laws.pure, counting()),
-    "changes its input": (laws.pure, stateless(full_jacobian, lambda J: J.mul_(2)[:, 0])),
-    "changes what it sees": (laws.pure, stateless(gramian, lambda G: ones(G.diagonal().mul_(2)))),
+    "changes its input": (laws.pure, jd.stateless(full_jacobian, lambda J: J.mul_(2)[:, 0])),
+    "changes what it sees": (laws.pure, jd.stateless(gramian, lambda G: ones(G.diagonal().mul_(2)))),
     "counts calls in a tensor": (laws.pure, tallying()),
-    "draws from torch": (laws.pure, stateless(no_gradients, lambda view: torch.rand(len(view), dtype=view.dtype))),
+    "draws from torch": (laws.pure, jd.stateless(no_gradients, lambda view: torch.rand(len(view), dtype=view.dtype))),
     "state changes form": (laws.shaped, forgetful(lambda view, state: (ones(view), (view,)))),
-    "weights in half precision": (laws.shaped, stateless(no_gradients, lambda view: ones(view).half())),
+    "weights in half precision": (laws.shaped, jd.stateless(no_gradients, lambda view: ones(view).half())),
     "counts leaves": (
         laws.tree_equals_flat,
-        stateless(full_jacobian, lambda J: leaves(J) * no_gradients(J) + leaves(J)),
+        jd.stateless(full_jacobian, lambda J: leaves(J) * no_gradients(J) + leaves(J)),
     ),
     "divides by zero in its third step": (laws.finite, remembering(lambda steps: 1 / (2 - steps))),
     "differs under vmap in its second step": (laws.batched, remembering(lambda steps: 1 + Doubled.apply(steps))),
@@ -96,20 +93,20 @@ BROKEN = {
     "decides in Python too": (laws.compiled, BRANCHING),
     "squares in half precision": (
         laws.low_precision,
-        stateless(full_jacobian, lambda J: 1 / (1 + (J * J).sum(1)).double()),
+        jd.stateless(full_jacobian, lambda J: 1 / (1 + (J * J).sum(1)).double()),
     ),
-    "raises": (laws.non_finite, stateless(gramian, lambda G: torch.linalg.eigh(G).eigenvalues)),
+    "raises": (laws.non_finite, jd.stateless(gramian, lambda G: torch.linalg.eigh(G).eigenvalues)),
     "the first row only": (
         laws.permutation_equivariant,
-        stateless(no_gradients, lambda view: ones(view) * (torch.arange(len(view)) == 0)),
+        jd.stateless(no_gradients, lambda view: ones(view) * (torch.arange(len(view)) == 0)),
     ),
-    "the mean": (laws.non_conflicting, mean()),
+    "the mean": (laws.non_conflicting, jd.mean()),
     "unit rows": (laws.homogeneous, NORMALISING),
     "unit rows too": (laws.linear_under_row_scaling, NORMALISING),
     "no weight": (laws.on_the_simplex, NOTHING),
     "stands still": (laws.weakly_stationary, NOTHING),
     "stands still too": (laws.strongly_stationary, NOTHING),
-    "looks at entries": (laws.rotation_blind, stateless(full_jacobian, lambda J: J[:, 0])),
+    "looks at entries": (laws.rotation_blind, jd.stateless(full_jacobian, lambda J: J[:, 0])),
 }
 
 
@@ -138,14 +135,14 @@ def test_a_division_by_zero_is_not_finite():
 def test_hidden_infinities_are_not_overlooked():
     # Zero times inf is nan: only a rule that replaces entries could hide them, and `aggregate` does not let it.
     finite = lambda J: tree_map(lambda leaf: torch.where(leaf.isfinite(), 1, 0), J)
-    laws.non_finite(stateless(full_jacobian, finite), J)
+    laws.non_finite(jd.stateless(full_jacobian, finite), J)
     # Weights that stay finite hide nothing: what is weighed does not stay so.
-    laws.non_finite(stateless(gramian, lambda G: torch.softmax(-G.nan_to_num(0, 0, 0).diagonal(), 0)), J)
+    laws.non_finite(jd.stateless(gramian, lambda G: torch.softmax(-G.nan_to_num(0, 0, 0).diagonal(), 0)), J)
 
 
 @pytest.mark.parametrize("law", [*laws.ALWAYS, *laws.BY_CLAIM], ids=lambda law: law.__name__)
 def test_upgrad_and_mean_keep_them_on_the_example_of_the_paper(law):
-    law(mean() if law is laws.on_the_simplex else upgrad(), J[:2])
+    law(jd.mean() if law is laws.on_the_simplex else jd.upgrad(), J[:2])
 
 
 def test_a_rule_with_a_memory_keeps_them():
@@ -167,8 +164,8 @@ def drawing(view):
     ("rule", "message"),
     [
         (remembering(lambda steps: 1, lambda steps: steps.add_(1).clone()), "the state that was passed has changed"),
-        (stateless(lambda jacobian, losses: losses, losing), "an argument has changed"),
-        (stateless(no_gradients, drawing), "the global random number generator was used"),
+        (jd.stateless(lambda jacobian, losses: losses, losing), "an argument has changed"),
+        (jd.stateless(no_gradients, drawing), "the global random number generator was used"),
     ],
     ids=["state", "losses", "generator"],
 )
@@ -183,13 +180,13 @@ def written(view):
 
 
 def test_a_rule_may_write_into_what_it_made_itself():
-    laws.pure(stateless(no_gradients, written), J)
+    laws.pure(jd.stateless(no_gradients, written), J)
     later = remembering(lambda steps: 1 + steps, lambda steps: steps.clone().add_(1))
     laws.pure(later, J)
 
 
 def starting_in(memory):
-    return Aggregator(no_gradients, lambda view: memory.add_(1).clone(), lambda view, state: (ones(view), state))
+    return jd.Aggregator(no_gradients, lambda view: memory.add_(1).clone(), lambda view, state: (ones(view), state))
 
 
 @pytest.mark.parametrize("rule", [tallying(), starting_in(torch.zeros(2))], ids=["update", "init"])
@@ -210,7 +207,7 @@ def refusing(bad):
             raise ArithmeticError
         return ones(jacobians[0][:, 0]) + 0 * sum(x.sum() for x in jacobians), steps + 1
 
-    return Aggregator(lambda *jacobians, losses: jacobians, lambda jacobians: torch.zeros(()), weigh)
+    return jd.Aggregator(lambda *jacobians, losses: jacobians, lambda jacobians: torch.zeros(()), weigh)
 
 
 @pytest.mark.parametrize(
@@ -231,17 +228,17 @@ def test_every_place_of_what_is_not_finite_is_tried(bad):
 
 
 def weighted(*weights):
-    return stateless(no_gradients, lambda view: torch.tensor(weights, dtype=torch.float64))
+    return jd.stateless(no_gradients, lambda view: torch.tensor(weights, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
     ("law", "rule", "jacobian", "message"),
     [
         (laws.permutation_equivariant, weighted(1, 2, 1), J, "the order of the rows matters"),
-        (laws.non_conflicting, mean(), [[1.0], [-(2.0**-40)]], "conflicted"),
-        (laws.homogeneous, stateless(gramian, lambda G: G.diagonal() / (G.trace() + 2.0**-50)), J, "times 9.09"),
-        (laws.homogeneous, stateless(gramian, lambda G: ones(G[0]) / (1 + G.trace() * 2.0**-60)), J, "times 1.09"),
-        (laws.linear_under_row_scaling, stateless(gramian, lambda G: G.diagonal() / G.trace()), J, "not linear"),
+        (laws.non_conflicting, jd.mean(), [[1.0], [-(2.0**-40)]], "conflicted"),
+        (laws.homogeneous, jd.stateless(gramian, lambda G: G.diagonal() / (G.trace() + 2.0**-50)), J, "times 9.09"),
+        (laws.homogeneous, jd.stateless(gramian, lambda G: ones(G[0]) / (1 + G.trace() * 2.0**-60)), J, "times 1.09"),
+        (laws.linear_under_row_scaling, jd.stateless(gramian, lambda G: G.diagonal() / G.trace()), J, "not linear"),
         (laws.on_the_simplex, weighted(1.5, -0.5), J[:2], "negative weights"),
     ],
     ids=["palindromic", "short row", "epsilon", "cap", "relative", "negative"],
@@ -253,18 +250,18 @@ def test_what_shows_only_in_some_cases_is_caught_in_them(law, rule, jacobian, me
 
 def test_a_direction_with_a_zero_in_it_is_not_zero():
     for law in (laws.weakly_stationary, laws.strongly_stationary):
-        law(mean(), torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64))
+        law(jd.mean(), torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64))
 
 
 def test_laws_take_trees_and_losses():
-    rule = stateless(losses, lambda values: values)
+    rule = jd.stateless(losses, lambda values: values)
     tree = {"w": J.unsqueeze(2), "b": J[:, 0]}
     for law in laws.ALWAYS:
         law(rule, tree, losses=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
 
 
 def remembers(update, init=lambda G: G.new_zeros(())):
-    return Aggregator(gramian, init, update)
+    return jd.Aggregator(gramian, init, update)
 
 
 def rolled(G, before):
@@ -280,13 +277,13 @@ def narrower(J, steps):
 
 LATER = [
     (laws.on_the_simplex, remembers(lambda G, n: (ones(G[0]) * (1 + n) / len(G), n + 1))),
-    (laws.non_conflicting, remembers(lambda G, w: (upgrad().update(w + G, ())[0], w + G), torch.zeros_like)),
+    (laws.non_conflicting, remembers(lambda G, w: (jd.upgrad().update(w + G, ())[0], w + G), torch.zeros_like)),
     (laws.permutation_equivariant, remembers(rolled, lambda G: torch.zeros_like(G[0]))),
     (laws.homogeneous, remembers(lambda G, n: (ones(G[0]) + n * G.diagonal(), n + 1))),
     (laws.linear_under_row_scaling, remembers(lambda G, n: (ones(G[0]) + n * G.diagonal(), n + 1))),
     (laws.weakly_stationary, remembers(lambda G, n: (ones(G[0]) * (1 - n), n + 1))),
     (laws.strongly_stationary, remembers(lambda G, n: (ones(G[0]) * (1 - n), n + 1))),
-    (laws.low_precision, Aggregator(full_jacobian, lambda J: J.new_zeros((), dtype=torch.float64), narrower)),
+    (laws.low_precision, jd.Aggregator(full_jacobian, lambda J: J.new_zeros((), dtype=torch.float64), narrower)),
     (laws.finite, remembers(lambda G, old: (ones(G[0]) / (old == G).all(), old), torch.clone)),
     (laws.shaped, remembers(lambda G, old: (ones(G[0]), G.diagonal()), lambda G: torch.zeros_like(G[0]))),
 ]
@@ -294,7 +291,7 @@ LATER = [
 
 @pytest.mark.parametrize(("law", "rule"), LATER, ids=[law.__name__ for law, _ in LATER])
 def test_what_goes_wrong_in_a_later_step_is_noticed(law, rule):
-    first = Aggregator(rule.view, lambda view: (), lambda view, _: (rule.update(view, rule.init(view))[0], ()))
+    first = jd.Aggregator(rule.view, lambda view: (), lambda view, _: (rule.update(view, rule.init(view))[0], ()))
     assert laws_of(first, law)[law.__name__]  # nothing is wrong in the first step
     assert not laws_of(rule, law)[law.__name__]
 
@@ -303,7 +300,7 @@ def test_a_law_that_returns_instead_of_raising_is_refused():
     with pytest.raises(
         TypeError, match=r"^silent: expected a law, which raises .*, found a function that returns .*Use assert"
     ):
-        laws_of(mean(), silent)
+        laws_of(jd.mean(), silent)
 
 
 def silent(rule, jacobian, *others, losses=None):
