@@ -5,6 +5,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import functional_jd as jd
+
 J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
 DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
 
@@ -38,17 +40,6 @@ def rows_of_kind(kind, m, seed=0):
     return J
 
 
-def sequences(least=1):
-    """Four Jacobians of small integers, and losses from the least on."""
-    shapes = st.tuples(st.just(4), st.integers(1, 4), st.integers(1, 4))
-    return shapes.flatmap(
-        lambda shape: st.tuples(
-            hnp.arrays(np.float64, shape, elements=st.integers(-3, 3)),
-            hnp.arrays(np.float64, shape[:2], elements=st.integers(least, 8)),
-        )
-    )
-
-
 def number(k):
     """The k-th of some Jacobians."""
     return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
@@ -57,3 +48,25 @@ def number(k):
 def values(k):
     """And the losses that it came with."""
     return ((torch.arange(3) * (k + 2) + k) % 5 + 1).double() / 2
+
+
+# Losses of four calls.
+LOSSES = torch.tensor([[1, 2, 4], [0.5, 3, 1], [2, 0.25, 1.5], [1, 1, 0.125]], dtype=torch.float64)
+# Losses after each of these steps, on its batch.
+AFTER = torch.tensor([[0.9, 1.8, 4.2], [0.6, 2.5, 0.5], [1, 0.5, 1.25], [0.8, 0.9, 0.1]], dtype=torch.float64)
+# Rows that tell weights apart: the direction is the weights.
+ROWS = torch.eye(3, dtype=torch.float64)
+
+
+def calls(rule, sequence, state=None):
+    """The weights of every call, and the last state."""
+    weights = []
+    for losses in sequence:
+        _, found, state = jd.aggregate(rule, ROWS, state, losses=losses)
+        weights.append(found)
+    return torch.stack(weights), state
+
+
+def compiled(f):
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    return torch.compile(f, fullgraph=True, backend="aot_eager")

@@ -35,21 +35,8 @@ def train(steps, how, start=START, *batch, take=None):
     return state
 
 
-def test_the_steps_are_those_of_the_authors_operator():
-    """`PseudoMomentumOperator` of conflictfree with `ConFIGOperator`, run on this problem at a rate of 0.1."""
-    figures = {
-        2: [0.5, -1.5, 2.0],
-        3: [0.400000000123, -1.40000000004, 1.90000000004],
-        6: [0.102550347148, -1.10055017875, 1.60129123401],
-        12: [-0.433461890566, -0.515973539732, 1.02039745607],
-    }
-    for steps, figure in figures.items():
-        found = train(steps, method(jd.config())).params
-        check_within(found, torch.tensor(figure, dtype=torch.float64), 2**16 * eps())  # as many digits as are printed
-
-
-@given(st.integers(2, 4), st.sampled_from([jd.mean, jd.upgrad, jd.config]), st.integers(0, 2**16))
-def test_it_is_the_algorithm_of_the_paper(m, rule, seed):
+@given(st.integers(1, 4), st.sampled_from([jd.mean, jd.upgrad, jd.config]), st.integers(0, 2**16))
+def test_it_is_the_algorithm_of_the_paper_and_with_one_objective_adam(m, rule, seed):
     rng, n, steps, b1, b2 = np.random.default_rng(seed), 5, 7, 0.8, 0.95
     A, b = rng.normal(size=(m, n)), rng.normal(size=m)
     losses = lambda w: (torch.as_tensor(A) @ w - torch.as_tensor(b)).square()
@@ -68,22 +55,6 @@ def test_it_is_the_algorithm_of_the_paper(m, rule, seed):
     found = train(steps, method(rule(), m, losses, betas=(b1, b2), eps=1e-3), start).params
     # A step divides by at least 1e-3 what is as large as the gradients, up to 1e3, and rules lose a few digits.
     check_within(found, torch.as_tensor(x), 2**20 * eps())
-
-
-@given(st.integers(0, 2**16))
-def test_with_one_objective_it_is_adam(seed):
-    draw = torch.Generator().manual_seed(seed)
-    target = torch.randn(4, generator=draw, dtype=torch.float64)
-    own = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    adam = torch.optim.Adam([own], lr=0.1)
-    for _ in range(6):
-        adam.zero_grad()
-        (own - target).square().sum().backward()
-        adam.step()
-    losses = lambda w: (w - target).square().sum().reshape(1)
-    found = train(6, method(jd.mean(), 1, losses), torch.zeros(4, dtype=torch.float64))
-    # The squares come from a difference of averages, which loses a factor 1 / (1 - b1) and grows with the quotients.
-    check_within(found.params, own.detach(), 2**12 * eps())
 
 
 def test_a_step_is_one_backward_pass_whatever_the_rule():
@@ -208,21 +179,11 @@ def test_a_rule_keeps_its_memory_and_low_precision_its_averages():
     assert averages.averages.dtype == averages.second.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [
-        ({"rule": jd.uw()}, "alternating: rule must be a rule that needs no losses"),
-        ({"objectives": 0}, "alternating: objectives must be an integer of at least 1, found 0"),
-        ({"betas": (0.9, 1.0)}, r"alternating: betas\[1\] must be"),
-        ({"lr": -1.0}, "alternating: lr must be"),
-    ],
-)
-def test_what_does_not_fit_is_refused(hyper, message):
-    with pytest.raises(ValueError, match=message):
-        aggregators.alternating(**({"rule": jd.mean(), "objectives": 3} | hyper))
-
-
 def test_other_losses_and_the_parameters_of_multitask_losses_are_refused():
+    with pytest.raises(ValueError, match="alternating: rule must be a rule that needs no losses"):
+        aggregators.alternating(jd.uw(), 3)
+    with pytest.raises(ValueError, match=r"alternating: betas\[1\] must be"):
+        aggregators.alternating(jd.mean(), 3, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="objectives must be 3, the number of losses, found 2"):
         train(1, method(jd.mean(), 2))
     optimizer = method(jd.mean())["optimizer"]

@@ -1,10 +1,9 @@
-"""UPGrad and DualProj: the laws of the paper, references on the rows themselves, and every transform."""
+"""UPGrad, PCD and CAGrad: slight conflicts, different norms, many rows, transforms; few rows are in `tests/exact`."""
 
 import pytest
 import torch
-from bounds import check_within, cone_bound, eps, product_bound, projection_bound
+from bounds import check_within, cone_bound, eps, gramian_bound, half_the_digits, product_bound
 from hypothesis import given
-from scipy.optimize import nnls
 from sequences import integer_jacobians, random_rows
 
 import functional_jd as jd
@@ -44,20 +43,6 @@ def test_a_row_of_zeros_counts_as_preferred_and_changes_nothing(J):
     assert padded.weights[m] == 1 / (m + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision_jacobians_have_float64_weights(dtype):
-    # Rows of norm 1e3 overflow a float16 Gramian, rows of 1e-4 vanish in it.
-    for scale in (1e3, 1e-4):
-        J = (scale * torch.randn(5, 8, generator=torch.Generator().manual_seed(1))).to(dtype)
-        result, wide = jd.aggregate(jd.upgrad(), J), jd.aggregate(jd.upgrad(), J.double())
-        assert (result.weights.dtype, result.direction.dtype) == (torch.float64, dtype)
-        torch.testing.assert_close(result.weights, wide.weights)
-        # The products are of the dtype, and cancel: they are larger than their sum. Then the sum is rounded.
-        terms = product_bound(result.weights, J.double(), torch.float32 if dtype.itemsize < 4 else dtype)
-        smallest = eps(dtype) * torch.finfo(dtype).smallest_normal
-        check_within(result.direction, wide.direction, terms + eps(dtype) * wide.direction.abs() + smallest)
-
-
 def loss(J, u):
     return of_upgrad(J, u).square().sum()
 
@@ -82,30 +67,107 @@ def test_compiles_to_machine_code():
     torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True)(J), torch.vmap(f)(J))
 
 
-def of_dualproj(J, preference=None):
-    return jd.aggregate(jd.dualproj(preference), J).direction
-
-
-def projection(J, x):
-    """x projected on the dual cone of the rows, by non-negative least squares on the unit rows, and its rounding."""
-    N = torch.nn.functional.normalize(J, dim=1)
-    length = max(float(x.norm()), 1e-300)
-    s = torch.from_numpy(nnls(N.T.numpy(), -(x / length).numpy(), maxiter=100 * len(J))[0])
-    return x + length * s @ N, float(torch.linalg.vector_norm(J, dim=1).max()) * projection_bound(N, s)
-
-
-@pytest.mark.parametrize("m", [2, 5, 16, 64])
-def test_exact_to_rounding(m):
-    for J in (random_rows(m, m + 5), random_rows(m, m + 5) - 0.9 * random_rows(m, m + 5).mean(0)):
-        check_within(of_dualproj(J), *projection(J, J.mean(0)))
-
-
-@pytest.mark.parametrize("m", [5, 40])
-def test_rows_of_very_different_norms_are_not_conflicted_with(m):
+@pytest.mark.parametrize("m", [2, 12, 40])
+@pytest.mark.parametrize("tau", [0.0, 0.1])
+def test_rows_of_very_different_norms_have_their_shares(m, tau):
     generator = torch.Generator().manual_seed(m)
-    J = torch.randn(m, m + 5, generator=generator, dtype=torch.float64)
-    scaled = J * 10 ** (36 * torch.rand(m, 1, generator=generator, dtype=torch.float64) - 18)
-    d = of_dualproj(scaled)
-    expected, rounding = projection(scaled, scaled.mean(0))
-    assert (J @ d / torch.linalg.vector_norm(J, dim=1)).min() >= -rounding
-    check_within(d, expected, rounding)
+    N = torch.nn.functional.normalize(torch.randn(m, m + 5, dtype=torch.float64, generator=generator))
+    norms = 10 ** torch.linspace(-18, 18, m, dtype=torch.float64).flip(0)[torch.randperm(m, generator=generator)]
+    weights = jd.aggregate(jd.pcd(tau), N * norms.unsqueeze(1)).weights
+    steps = weights * norms / norms[0]  # of the unit rows, to a direction of length one
+    multipliers = steps / steps[0]  # as the problem has them, where the first row counts one
+    slack = (N @ (multipliers @ N) - tau)[1:]
+    size = multipliers.abs().sum()
+    rounding = float(gramian_bound(N))
+    assert (steps @ N).norm() == pytest.approx(1, abs=rounding)
+    assert multipliers.min() >= -rounding
+    assert slack.min() >= -rounding * size
+    assert (multipliers[1:] * slack).abs().max() <= rounding * size**2
+
+
+def test_every_objective_has_its_own_share():
+    # Both constraints bind: the second coordinate is 0.5, the third 0.25, and the first is free.
+    J = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    expected = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    direction = jd.aggregate(jd.pcd([0.5, 0.25]), J).direction
+    torch.testing.assert_close(direction, expected / expected.norm())
+
+
+@pytest.mark.parametrize("tau", [1e-9, 0.02, 1.0, [1e-3, 1.0]])
+def test_shares_that_exclude_each_other_are_dropped(tau):
+    J = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [0.0, -2.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(jd.aggregate(jd.pcd(tau), J).direction, J[0])
+
+
+def of_cagrad(J, c=0.5):
+    return jd.aggregate(jd.cagrad(c), J).direction
+
+
+def certified(J, c):
+    """Is the direction in the ball, and is no gain below what the weights prove to be the greatest least gain?
+
+    For all d in the ball and w in the simplex, `min_i <g_i, d> <= <g_w, g_0> + c |g_0| |g_w|`. Every row is compared at
+    its own norm, else the long ones hide the short ones.
+    """
+    weights, d = jd.aggregate(jd.cagrad(c), J).weights, of_cagrad(J, c)
+    norms, mean = torch.linalg.vector_norm(J, dim=1), J.mean(0)
+    rounding = 64 * sum(J.shape) * eps() * float(weights @ norms)  # of the sums that the mean and the direction are
+    w = weights - 1 / len(J)
+    assert w.min() >= -64 * sum(J.shape) * eps() * weights.max()
+    w = w / w.sum()
+    bound = w @ J @ mean + c * mean.norm() * (w @ J).norm()
+    assert abs((d - mean).norm() - c * mean.norm()) <= rounding * (1 + c)
+    assert ((J @ d - bound) / norms).min() >= -rounding
+
+
+@pytest.mark.parametrize("c", [0.1, 0.5, 0.9, 2.0, 10.0])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 16, 32, 64])
+def test_certified_to_rounding(m, c):
+    J = random_rows(m, m + 5)
+    shifted = J - 0.9 * J.mean(0)
+    generator = torch.Generator().manual_seed(m)
+    spread = 10 ** (24 * torch.rand(m, 1, generator=generator, dtype=torch.float64) - 12)
+    for rows in (J, shifted, spread * J, spread * shifted, torch.cat([J, J])):
+        certified(rows, c)
+
+
+@given(integer_jacobians())
+def test_no_radius_is_the_mean(J):
+    assert torch.equal(jd.aggregate(jd.cagrad(0), J).weights, jd.aggregate(jd.mean(), J).weights)
+    c = 1e-9
+    tiny = of_cagrad(J, c)
+    assert (tiny == 0).all() or (tiny - J.mean(0)).norm() <= c * J.mean(0).norm() + 64 * eps() * J.norm()
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 30])
+def test_stationary_rows_give_nothing_in_a_large_ball(m):
+    J = random_rows(m, m + 2)
+    positive = torch.linspace(1, 2, m, dtype=torch.float64).unsqueeze(1)
+    for rows in (torch.cat([J, -2 * J]), torch.cat([J, -(positive * J).sum(0, keepdim=True)]), torch.cat([J, 0 * J])):
+        assert (of_cagrad(rows, 1.5) == 0).all()
+    assert (of_cagrad(torch.cat([J, -J]), 0.5) == 0).all()
+    assert (of_cagrad(0 * J, 0.5) == 0).all()
+
+
+@pytest.mark.parametrize("c", [0.5, 0.95, 2.0, 10.0])
+def test_rows_of_low_rank_stay_in_the_ball_and_conflict_no_more_than_they_must(c):
+    for seed, rank in ((0, 1), (1, 3), (2, 32), (3, 32)):
+        J = random_rows(64, rank, seed=seed) @ random_rows(rank, 40, seed=9)
+        x, d = J.mean(0), of_cagrad(J, c)
+        assert (d == 0).all() or (d - x).norm() <= c * x.norm() + half_the_digits(x.norm())
+        if c > 1:
+            assert (J @ d >= -half_the_digits(x.norm()) * torch.linalg.vector_norm(J, dim=1)).all()
+
+
+def test_a_tensor_of_zero_is_the_mean_with_the_slope_on_its_right():
+    J = random_rows(4, 5, seed=3)
+    zero, step = torch.zeros((), dtype=torch.float64), 1e-4
+    f = lambda c: of_cagrad(J, c)
+    torch.testing.assert_close(f(zero), J.mean(0))
+    # For so small a ball only the row with the smallest gain matters: the direction is linear in c.
+    slope = (f(step) - J.mean(0)) / step
+    torch.testing.assert_close(slope.norm(), J.mean(0).norm())
+    rounding = 16 * sum(J.shape) * eps() * J.norm()
+    check_within(torch.func.jacfwd(f)(zero), slope, rounding / step)
+    for c in (1e-12, 1e-9, 1e-8, 1e-6):
+        check_within((f(torch.tensor(c).double()) - J.mean(0)) / c, slope, rounding * (1 / c + 1 / step))

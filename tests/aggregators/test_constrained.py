@@ -72,13 +72,6 @@ def test_weights_are_those_of_the_formula_by_hand(calls, bounds, rate, damping):
             check_within(found.weights, torch.from_numpy(weights), 2**8 * eps() * (1 + rate + damping))
 
 
-def test_without_bounds_it_is_the_sum_and_a_bound_for_each_stops_inside():
-    J, losses = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([0.5, -2.0])
-    expected = jd.aggregate(jd.total(), J).direction
-    assert torch.equal(jd.aggregate(jd.aggregators.constrained([inf, inf]), J, losses=losses).direction, expected)
-    assert not jd.aggregate(jd.aggregators.constrained([1.0, -1.0]), J, losses=losses).direction.any()
-
-
 def test_one_bound_per_loss():
     with pytest.raises(ValueError, match="constrained: bounds must be one per row, found 1 and 2 rows"):
         jd.aggregate(jd.aggregators.constrained([0.5]), torch.ones(2, 2), losses=torch.ones(2))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from bounds import eps, half_the_digits
+from fronts.solutions import quadratics, trained, vlmop2
 from scipy.optimize import linprog
 
 import functional_jd as jd
-from functional_jd.fronts import lattice, train
+from functional_jd.fronts import lattice
 
 
 def expected_gain(L, G, u, tolerance=1e-4):
@@ -69,15 +70,6 @@ def nearly_dependent(m, condition, seed):
     return left * condition ** -np.linspace(0, 1, m) @ right, draw.uniform(size=m)
 
 
-def quadratics(w):
-    return torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
-
-
-def vlmop2(w):
-    at = 1 / math.sqrt(len(w))
-    return torch.stack([1 - (-(w - at).square().sum()).exp(), 1 - (-(w + at).square().sum()).exp()])
-
-
 def on_front(losses, u, middle, length):
     """The losses where `u_1 L_1 = u_2 L_2` between the two minima, by bisection."""
     low, high = -1.0, 1.0
@@ -92,40 +84,12 @@ def on_front(losses, u, middle, length):
 def test_losses_reach_the_proportions_on_convex_and_concave_fronts(losses, length):
     preferences = lattice(2, 8)[1:-1]
     start = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64) * length
-    front, method = start, {"losses": losses, "rule": lambda u: jd.epo(u, 1e-6), "preferences": preferences}
-    for rate in (0.1, 0.02):  # a vertex jumps, so that steps of one size go to and fro
-        front = train(front, [()] * 120, optimizer=jd.sgd(rate * length), **method)
+    rates = 0.1 * length, 0.02 * length  # a vertex jumps, so that steps of one size go to and fro
+    front = trained(start, losses, lambda u: jd.epo(u, 1e-6), rates, 120, preferences=preferences)
     for u, found in zip(preferences, front.losses, strict=True):
         exact = on_front(losses, u, torch.zeros(3).double(), length * torch.ones(3).double())
         torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(u[0] * found[0], u[1] * found[1], rtol=1e-2, atol=0)
-
-
-def test_weighted_sums_find_only_the_ends_of_the_concave_front():
-    start = torch.tensor([0.3, 0.1, -0.1], dtype=torch.float64)
-    method = {"losses": vlmop2, "rule": jd.constant, "preferences": lattice(2, 8)[1:-1]}
-    found = train(start, [()] * 300, optimizer=jd.sgd(0.2), **method).losses
-    assert (found.amin(1) < 0.03).all()
-    assert (found.amax(1) > 0.95).all()
-
-
-def test_three_losses_reach_the_proportions():
-    corners = torch.eye(3).double()
-
-    def losses(w):
-        return (w - corners).square().sum(1)
-
-    u = torch.tensor([0.5, 0.3, 0.2]).double()
-    method = {"losses": losses, "aggregator": jd.epo(u), "optimizer": jd.sgd(0.03)}
-    state = jd.train_state(torch.tensor([1.0, -1.0, 0.5]).double(), **method)
-    for _ in range(400):
-        state, _ = jd.step(state, **method)
-    found = losses(state.params)
-    weighted = u * found
-    assert weighted.max() / weighted.min() < 1.05
-    # On the front: in the triangle of the minima.
-    assert state.params.sum() == pytest.approx(1, abs=1e-2)
-    assert state.params.min() > -1e-2
 
 
 def test_losses_of_zero_are_in_proportion():

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 from bounds import check_derivatives, check_within, eps
+from exact.decimals import decimals, floats, precisely
+from exact.shares import fair_weights
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.linalg import null_space
-from scipy.optimize import linprog, minimize, root
+from scipy.optimize import linprog
 from sequences import J3, integer_jacobians
 from torch.func import jacrev
 
@@ -25,32 +27,19 @@ def of_no_gain(J):
 
 
 def of_largest_utility(J, alpha):
-    """The direction that maximises the utility of the gains minus half of its square, by SciPy.
+    """The direction that maximises the utility of the gains minus half of its square.
 
-    It is orthogonal to the rows that cannot gain. Among the others it minimises a convex function of their weights.
+    It is orthogonal to the rows that cannot gain. Among the others it solves the equation of their weights.
     """
-    fixed, p = of_no_gain(J), 1 / alpha
+    fixed = of_no_gain(J)
     basis = null_space(J[fixed]) if fixed.any() else np.eye(J.shape[1])
     rows = J[~fixed] @ basis
     if not len(rows):
         return np.zeros(J.shape[1])
-    G = rows @ rows.T
-    unit = np.diag(G) ** (-1 / (1 + p))
-
-    def objective(x):
-        w = unit * np.exp(x)
-        penalty = -np.log(w).sum() if p == 1 else (w ** (1 - p)).sum() / (p - 1)
-        return w @ G @ w / 2 + penalty, (G @ w - w**-p) * w
-
-    def equation(x):
-        w = unit * np.exp(x)
-        return (G @ w) * w**p - 1
-
-    begin = minimize(objective, np.zeros(len(rows)), jac=True, method="BFGS", options={"gtol": 1e-12}).x
-    found = root(equation, begin, tol=1e-14).x
-    x = min(begin, found, key=lambda x: np.abs(equation(x)).max())
-    assume(np.abs(equation(x)).max() <= 1e-8)  # SciPy finds it
-    return basis @ (rows.T @ (unit * np.exp(x)))
+    with precisely():
+        weights = fair_weights(decimals(torch.from_numpy(rows)), alpha)
+        assume(weights is not None)  # Newton's method finds it
+        return basis @ (rows.T @ floats(weights).numpy())
 
 
 @st.composite
@@ -67,7 +56,7 @@ def degenerate_jacobians(draw):
 
 
 @given(degenerate_jacobians(), st.integers(-16, 10).map(lambda k: 10 ** (k / 10)))
-def test_it_is_the_direction_of_largest_utility_that_scipy_finds(J, alpha):
+def test_it_is_the_direction_of_largest_utility(J, alpha):
     d, w, _ = jd.aggregate(jd.fairgrad(alpha), torch.from_numpy(J))
     if alpha >= 1 and of_no_gain(J).any():
         assert (w == 0).all()
@@ -88,9 +77,10 @@ def test_rows_that_cancel_do_not_stop_a_row_that_is_independent_of_them():
     assert (direction(J, 1.0) == 0).all()
 
 
-def test_alpha_zero_is_the_mean_and_looks_at_nothing():
+def test_alpha_zero_is_the_mean_and_looks_at_nothing_but_a_tensor_of_zero_is_refused_with_nan():
     torch.testing.assert_close(direction(J3, 0), J3.mean(0))
     assert jd.fairgrad(0).view.products == "none"
+    assert direction(J3, torch.zeros(())).isnan().all()
 
 
 @pytest.mark.parametrize("conflict", [False, True])
@@ -101,10 +91,6 @@ def test_the_limit_of_small_alpha_is_the_projected_total(conflict):
     assert torch.allclose(projected, J.sum(0)) != conflict
     alpha = 1e-6  # to first order, the direction is off by alpha times logarithms of the weights
     check_within(direction(J, alpha), projected, 64 * alpha * J.norm())
-
-
-def test_a_tensor_of_zero_is_refused_with_nan():
-    assert direction(J3, torch.zeros(())).isnan().all()
 
 
 SEQUENCE = [J3, J3.flip(0) + 1, 3 * J3.flip(1), J3 + J3.flip(1)]

@@ -8,7 +8,7 @@ from bounds import check_stable, check_within, eps, half_the_digits
 import functional_jd as fj
 
 
-def by_hand(f, jacobian, x, damping, ones):
+def by_hand(x, damping, ones):
     """Parameters and dampings in the space of parameters, in NumPy, in as many steps as there are rows of ones.
 
     The ones may be moved, to see what roundings do: of the values, of which the gain is a small difference, and of the
@@ -16,7 +16,7 @@ def by_hand(f, jacobian, x, damping, ones):
     """
     growth, value, predicted, dampings = 2.0, None, None, []
     for one, *others in ones:
-        r, J = f(x), jacobian(x)
+        r, J = residuals(x), slopes(x)
         if value is not None:
             q = (value - one * (r @ r) / 2) / predicted
             damping, growth = (
@@ -38,25 +38,29 @@ def rosenbrock(p, i):
     return torch.where(i == 0, 10 * (p["x"][1] - p["x"][0] ** 2), 1 - p["x"][0])
 
 
-def trained(damping, n, x=(-1.2, 1.0), rule=None, optimizer=None):
-    params, index = {"x": torch.tensor(x, dtype=torch.float64)}, torch.arange(2)
-    rule = fj.levenberg_marquardt(damping) if rule is None else rule
+def trained(damping, n, optimizer=None):
+    params, index = {"x": torch.tensor([-1.2, 1.0], dtype=torch.float64)}, torch.arange(2)
+    rule = fj.levenberg_marquardt(damping)
     how = {"losses": fj.per_example(rosenbrock), "aggregator": rule, "optimizer": optimizer or fj.sgd(1.0)}
     state, dampings = fj.train_state(params, index, **how), []
     for _ in range(n):
         state, _ = fj.step(state, index, **how)
-        if isinstance(state.aggregator, tuple) and state.aggregator:
-            dampings.append(float(state.aggregator.damping))
+        dampings.append(float(state.aggregator.damping))
     return state.params["x"], dampings
+
+
+def residuals(x):
+    return np.array([10 * (x[1] - x[0] ** 2), 1 - x[0]])
+
+
+def slopes(x):
+    return np.array([[-20 * x[0], 10.0], [-1.0, 0.0]])
 
 
 @pytest.mark.parametrize("damping", [1e-2, 1.0, 100.0])
 def test_equal_to_the_update_by_hand(damping):
-    f = lambda x: np.array([10 * (x[1] - x[0] ** 2), 1 - x[0]])
-    jacobian = lambda x: np.array([[-20 * x[0], 10.0], [-1.0, 0.0]])
-
     def expected(start, damping, ones):
-        x, dampings = by_hand(f, jacobian, start.numpy(), damping.item(), ones.numpy())
+        x, dampings = by_hand(start.numpy(), damping.item(), ones.numpy())
         return torch.from_numpy(x), torch.tensor(dampings, dtype=torch.float64)
 
     x, dampings = trained(damping, 6)
@@ -65,28 +69,22 @@ def test_equal_to_the_update_by_hand(damping):
     check_stable(found, expected, *given, torch.ones(6, 5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("damping", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("damping", [1e-9, 1e9])
 def test_a_bad_start_recovers(damping):
     x, _ = trained(damping, 100)
     # At (1, 1), residuals are off by the roundings of 10 (1 - 1) and of 1 - 1, parameters by the inverse times these.
     inverse = torch.tensor([[-20.0, 10.0], [-1.0, 0.0]], dtype=torch.float64).inverse()
-    terms = torch.tensor([20.0, 2.0], dtype=torch.float64)
-    check_within(x, torch.ones(2, dtype=torch.float64), 32 * eps() * (inverse.abs() @ terms))
-    if damping == 1e9:  # a fixed damping moves by J' r / damping in every step
-        x, _ = trained(None, 100, rule=fj.natural_gradient(damping))
-        J, r = torch.tensor([[24.0, 10.0], [-1.0, 0.0]]).double(), torch.tensor([-4.4, 2.2]).double()
-        check_within(x, torch.tensor([-1.2, 1.0]).double(), 2 * 100 * (J.mT @ r).norm() / damping)
+    check_within(x, torch.ones(2), 32 * eps() * (inverse.abs() @ torch.tensor([20.0, 2.0], dtype=torch.float64)))
 
 
 def classical(x, damping, n):
     """Parameters and dampings of Nielsen's method, which takes no step that makes the residuals larger."""
-    f = lambda x: np.array([10 * (x[1] - x[0] ** 2), 1 - x[0]])
     growth, dampings, failed = 2.0, [], 0
     for _ in range(n):
         dampings.append(damping)
-        r, J = f(x), np.array([[-20 * x[0], 10.0], [-1.0, 0.0]])
+        r, J = residuals(x), slopes(x)
         step = np.linalg.solve(J.T @ J + damping * np.eye(2), J.T @ r)
-        q = (r @ r - f(x - step) @ f(x - step)) / (r @ r - (r - J @ step) @ (r - J @ step))
+        q = (r @ r - (residuals(x - step) ** 2).sum()) / (r @ r - (r - J @ step) @ (r - J @ step))
         if q > 0:
             x, damping, growth = x - step, damping * max(1 / 3, 1 - (2 * min(q, 1) - 1) ** 3), 2.0
         else:

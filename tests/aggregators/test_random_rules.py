@@ -65,28 +65,6 @@ def test_every_call_draws_again():
 TARGETS = torch.tensor([[0.0, 0.3, 0.5], [-0.4, 0.0, -0.2], [0.1, 0.7, 0.0]], dtype=torch.float64)
 
 
-def test_equal_to_the_peer_on_two_rows_call_after_call():
-    """From GradVac(beta=0.5) of torchjd 0.18; the fourth and fifth call bend rows that do not conflict."""
-    Js = torch.tensor(
-        [
-            [[0, -1, 0], [0, 1, 0]],
-            [[-2, 0, -2], [-1, -3, -3]],
-            [[1, 1, 3], [2, -1, 2]],
-            [[1, -1, 2], [1, 1, 0]],
-            [[1, -1, 1], [2, 3, 1]],
-        ],
-        dtype=torch.float32,
-    )
-    expected = torch.tensor(
-        [[0, 0, 0], [-3, -3, -5], [3, 0, 5], [2.97512, 0.48756, 2.48756], [3.6119, 1.84702, 2.52012]]
-    )
-    state, digits = None, 1e-5
-    for J, direction in zip(Js, expected, strict=True):
-        result = jd.aggregate(jd.gradvac(jd.random.key(3)), J, state)
-        check_within(result.direction, direction, digits)
-        state = result.state
-
-
 def test_two_rows_of_any_scales_come_as_close_as_their_target():
     c = torch.tensor([[1e18], [1e-18]], dtype=torch.float64)
     J = c * torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -127,15 +105,6 @@ def test_rows_that_were_always_parallel_or_opposite_change_nothing_and_cancel():
             check_within(result.direction, expected * g, half_the_digits(g.norm()))
             state = result.state
         assert abs(float(state.targets[0, 1]) - sign) <= 64 * eps()
-
-
-def test_one_row_is_kept_and_rows_of_zeros_add_nothing():
-    assert torch.equal(jd.aggregate(jd.gradvac(jd.random.key(0)), THREE[:1]).direction, THREE[0])
-    targets = torch.full((3, 3), 0.5, dtype=torch.float64)
-    J = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    assert torch.equal(
-        jd.aggregate(jd.gradvac(jd.random.key(0)), J, GradVacState(jd.random.key(0), targets)).direction, J[0]
-    )
 
 
 def test_derivatives_by_finite_differences_in_the_rows_and_in_the_targets():

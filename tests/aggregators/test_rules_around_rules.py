@@ -1,7 +1,5 @@
 """Unit sum, rules of normalized rows, and protected losses: EnCodec's balancer, rows divided by hand, SciPy."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -18,13 +16,7 @@ ROWS = torch.tensor([[3.0, 4.0, 0.0], [0.0, -2.0, 1.0], [100.0, 1.0, -1.0]], dty
 LOSSES = torch.tensor([0.5, 4.0, 100.0], dtype=torch.float64)
 
 
-def test_of_two_rows_it_is_the_mean_of_the_unit_rows():
-    found = jd.aggregate(jd.unit_sum(), torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
-    torch.testing.assert_close(found.direction, torch.tensor([0.3, 0.9]))
-    assert found.weights.tolist() == [0.1, 0.25]
-
-
-@pytest.mark.parametrize("momentum", [0.5, 0.999])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999])
 def test_with_momentum_it_is_the_balancer_of_encodec(momentum):
     """Section 3.4: g_i times u_i by the bias-corrected moving average of its norm."""
     u, state, total, share = [1.0, 2.0, 1.0], None, torch.zeros(3, dtype=torch.float64), 0.0
@@ -36,17 +28,10 @@ def test_with_momentum_it_is_the_balancer_of_encodec(momentum):
         state = found.state
 
 
-@given(st.lists(st.floats(1e-9, 1e9), min_size=3, max_size=3))
-def test_no_unit_of_a_loss_matters_and_the_length_is_bounded(units):
-    expected = jd.aggregate(jd.unit_sum([1.0, 2.0, 0.0]), ROWS).direction
-    found = jd.aggregate(jd.unit_sum([1.0, 2.0, 0.0]), torch.tensor(units, dtype=torch.float64)[:, None] * ROWS)
-    torch.testing.assert_close(found.direction, expected)
-    assert found.direction.norm() <= 3 * (1 + 2**12 * eps())
-
-
 def test_a_row_of_zeros_has_no_weight_and_vanishes_slowly_with_momentum():
     rows = ROWS * torch.tensor([[1.0], [0.0], [1.0]])
-    assert jd.aggregate(jd.unit_sum(), rows).weights[1] == 0
+    thirds = torch.tensor([1 / 15, 0, 1 / 3 / 10002**0.5], dtype=torch.float64)
+    torch.testing.assert_close(jd.aggregate(jd.unit_sum(), rows).weights, thirds)
     rule = jd.unit_sum(momentum=0.9)
     small = jd.aggregate(rule, ROWS * torch.tensor([[1.0], [1e-3], [1.0]]), jd.aggregate(rule, ROWS).state)
     assert 100 * (small.weights[1] * ROWS[1] * 1e-3).norm() < 1 / 3  # which it is without momentum
@@ -82,22 +67,6 @@ def test_in_a_step_the_engine_gives_it_the_same(rule, by):
     torch.testing.assert_close(start - state.params, found.direction)
 
 
-@given(st.sampled_from(["norm", "loss", "both"]), st.integers(-20, 20))
-def test_a_normalized_rule_ignores_the_unit_of_a_loss(by, exponent):
-    c = torch.tensor([1.0, 2.0**exponent, 1.0], dtype=torch.float64)
-    rule = aggregators.normalized(jd.mgda(), by)
-    expected = jd.aggregate(rule, ROWS, losses=LOSSES).direction
-    found = jd.aggregate(rule, c[:, None] * ROWS, losses=c * LOSSES).direction
-    if by == "both":  # which divides by the unit twice
-        found, expected = (
-            jd.aggregate(
-                aggregators.normalized(aggregators.normalized(jd.mgda()), by), c[:, None] * ROWS, losses=LOSSES
-            ).direction,
-            jd.aggregate(aggregators.normalized(aggregators.normalized(jd.mgda()), by), ROWS, losses=LOSSES).direction,
-        )
-    torch.testing.assert_close(found, expected, rtol=2**22 * eps(), atol=2**22 * eps())
-
-
 def test_normalized_composes():
     both = aggregators.normalized(jd.cr_mogm(aggregators.normalized(jd.mgda(), "loss")), "norm")
     fresh, repeated = jd.held(both)
@@ -111,18 +80,11 @@ def test_normalized_composes():
     assert jd.aggregate(aggregators.normalized(jd.mgda(), "loss"), ROWS, losses=-LOSSES).direction.isnan().all()
 
 
-def test_uw_so_is_the_softmax_of_inverse_losses():
-    found = jd.aggregate(aggregators.uw_so(1.0), torch.eye(2), losses=torch.tensor([1.0, 2.0])).weights
-    expected = math.exp(1) / (math.exp(1) + math.exp(0.5))
-    torch.testing.assert_close(found, torch.tensor([expected, 1 - expected], dtype=torch.float64))
-
-
-@given(st.floats(0.01, 100.0), st.floats(0.1, 10.0))
-def test_uw_so_needs_another_temperature_in_another_unit(unit, temperature):
-    weights = jd.aggregate(aggregators.uw_so(temperature), ROWS, losses=LOSSES).weights
-    again = jd.aggregate(aggregators.uw_so(temperature / unit), ROWS, losses=unit * LOSSES).weights
-    torch.testing.assert_close(weights, again)
-    assert (weights.diff() <= 0).all()  # the losses ascend
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=4), st.floats(0.1, 10.0))
+def test_uw_so_is_the_softmax_of_inverse_losses(losses, temperature):
+    losses = torch.tensor(losses, dtype=torch.float64)
+    found = jd.aggregate(aggregators.uw_so(temperature), torch.eye(len(losses)), losses=losses).weights
+    torch.testing.assert_close(found, torch.softmax(1 / losses / temperature, 0))
 
 
 def projected(x, guarded):
@@ -146,22 +108,10 @@ def test_the_direction_is_scipys_projection(rows, data):
     )
 
 
-@given(jacobians((1, 5)))
-def test_with_all_losses_primary_it_is_dualproj(rows):
-    J = torch.as_tensor(rows, dtype=torch.float64)
-    u = [1.0] * len(J)
-    found = jd.aggregate(aggregators.protect(jd.constant(u), list(range(len(J)))), J).weights
-    torch.testing.assert_close(found, jd.aggregate(jd.dualproj(u), J).weights)
-
-
-def test_one_loss_is_protected_as_in_gru():
-    """The gradient that unlearns without its part against the gradient that retains."""
-    J = torch.tensor([[2.0, -3.0, 1.0], [1.0, 1.0, 0.5]], dtype=torch.float64)
-    unlearn, retain = J
-    expected = unlearn - (unlearn @ retain) / (retain @ retain) * retain
-    rule = aggregators.protect(jd.constant([1.0, 0.0]), 1)
-    torch.testing.assert_close(jd.aggregate(rule, J).direction, expected)
-    assert torch.equal(jd.aggregate(rule, J.abs()).direction, J.abs()[0])  # no conflict
+def test_rows_that_are_not_protected_may_conflict():
+    J = torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, -1.0]], dtype=torch.float64)
+    direction = jd.aggregate(aggregators.protect(jd.constant([3.0, 1.0, 1.0]), 0), J).direction
+    torch.testing.assert_close(direction, torch.tensor([2.0, -0.9], dtype=torch.float64))
 
 
 def test_a_name_is_an_index_also_in_a_step_with_scales():
@@ -171,45 +121,25 @@ def test_a_name_is_an_index_also_in_a_step_with_scales():
     start = torch.tensor([1.2, 0.0])
     found = []
     for primary in ("safety", ["safety"], 0):
-        how = {
-            "losses": losses,
-            "aggregator": aggregators.protect(jd.constant([0.0, 1.0]), primary),
-            "optimizer": jd.sgd(0.01),
-        }
+        rule = aggregators.protect(jd.constant([0.0, 1.0]), primary)
+        how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(0.01)}
         state = jd.train_state(start, scale=jd.scale_state(1024.0, shape=(2,)), **how)
         found.append(jd.step(state, **how)[0].params)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert all(torch.equal(found[0], other) for other in found[1:])
     assert losses(found[0])["safety"] <= losses(start)["safety"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: aggregators.protect(jd.mean(), 1.5),
-            TypeError,
-            "^protect: primary must be a name, an index, or a list of",
-        ),
-        (lambda: aggregators.protect(jd.mean(), []), TypeError, "^protect: primary must be"),
-        (
-            lambda: aggregators.protect(jd.grouped({"a": jd.mean()}), 0),
-            ValueError,
-            "^protect: rule must be for all parameters",
-        ),
-        (
-            lambda: jd.aggregate(aggregators.protect(jd.mean(), 2), torch.eye(2)),
-            ValueError,
-            "indices below 2 .* found 2",
-        ),
-        (lambda: jd.aggregate(aggregators.protect(jd.mean(), "a"), torch.eye(2)), ValueError, "found 'a'"),
-        (
-            lambda: jd.aggregate(aggregators.protect(jd.trimmed_mean(0), 0), torch.eye(2)),
-            ValueError,
-            "one weight per row",
-        ),
-    ],
-)
-def test_what_cannot_be_protected_is_an_error(call, error, message):
+UNPROTECTED = [
+    (jd.mean(), 1.5, TypeError, "^protect: primary must be a name, an index, or a list of"),
+    (jd.mean(), [], TypeError, "^protect: primary must be"),
+    (jd.grouped({"a": jd.mean()}), 0, ValueError, "^protect: rule must be for all parameters"),
+    (jd.mean(), 2, ValueError, "indices below 2 .* found 2"),
+    (jd.mean(), "a", ValueError, "found 'a'"),
+    (jd.trimmed_mean(0), 0, ValueError, "one weight per row"),
+]
+
+
+@pytest.mark.parametrize(("rule", "primary", "error", "message"), UNPROTECTED)
+def test_what_cannot_be_protected_is_an_error(rule, primary, error, message):
     with pytest.raises(error, match=message):
-        call()
+        jd.aggregate(aggregators.protect(rule, primary), torch.eye(2))

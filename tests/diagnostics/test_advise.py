@@ -148,8 +148,6 @@ def test_advice_shows_itself():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (([],), TypeError, "advise: .*sequence of Diagnosis"),
-        (("upgrad",), TypeError, "advise: .*sequence of Diagnosis"),
         (([torch.eye(2)],), ValueError, "advise: .*at least two steps with finite gradients, found 1 of 1"),
         (([torch.eye(2), torch.eye(3)],), ValueError, r"advise: .*same objectives, found \[2, 3\]"),
         (([torch.ones(2), torch.ones(2)],), TypeError, r"advise: .*Gramians \[m, m\].* found torch.float32 \[2\]"),
@@ -158,11 +156,7 @@ def test_advice_shows_itself():
         (([(), ()],), TypeError, r"advise: .*found tuple\. A step has \(\) .* gramian_fn"),
         ((torch.eye(2),), TypeError, r"advise: .*Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
         ((torch.zeros(0, 2, 2),), TypeError, r"advise: .*Gramians \[k, m, m\], found .*\[0, 2, 2\]"),
-        (
-            (torch.eye(2).expand(1, 2, 2),),
-            ValueError,
-            "advise: .*at least two steps with finite gradients, found 1 of 1",
-        ),
+        ((torch.eye(2).expand(1, 2, 2),), ValueError, "advise: .*two steps with finite gradients, found 1 of 1"),
         ((torch.tensor([[[1.0, 2], [3, 4]]] * 2),), ValueError, "diagnose: .*read as a Gramian"),
         ((diagnose(torch.eye(2)),), TypeError, "advise: .*Pass a list"),
         (([diagnose(torch.eye(2)), diagnose(torch.eye(3))],), ValueError, r"advise: .*same objectives, found \[2, 3\]"),

@@ -1,10 +1,26 @@
 """Losses that tests of fronts share, and what any weights of a population must show under transforms."""
 
+import math
+
 import torch
+
+import functional_jd as jd
 
 
 def quadratics(w):
     return torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
+
+
+def vlmop2(w):
+    at = 1 / math.sqrt(len(w))
+    return torch.stack([1 - (-(w - at).square().sum()).exp(), 1 - (-(w + at).square().sum()).exp()])
+
+
+def trained(start, losses, rule, rates, steps, **how):
+    """The front after as many steps at each rate."""
+    for rate in rates:
+        start = jd.fronts.train(start, [()] * steps, losses=losses, rule=rule, optimizer=jd.sgd(rate), **how)
+    return start
 
 
 def cloud(k, m, seed=0):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as jd
+from functional_jd import fronts
 from functional_jd.fronts import Front, hypervolume_gradient, knee, lattice, moo_svgd, pmtl, tch_set, train
 
 RULES = {
@@ -87,20 +88,6 @@ def test_two_calls_on_halves_of_the_batches_are_one():
     torch.testing.assert_close(found, whole, rtol=0, atol=0)
 
 
-def test_solutions_of_two_quadratics_reach_the_closed_form():
-    # On the front w = t everywhere, with losses 3 (t - 1)^2 and 3 (t + 1)^2; there u_1 L_1 = u_2 L_2.
-    preferences = lattice(2, 8)[1:-1]
-    front = torch.zeros(3)
-    for rate in (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003):  # the largest loss changes from step to step
-        how = {"losses": quadratics, "optimizer": jd.sgd(rate), "rule": jd.tchebycheff}
-        front = train(front, [()] * 40, preferences=preferences, **how)
-    ratio = (preferences[:, 0] / preferences[:, 1]).sqrt()
-    t = (ratio - 1) / (ratio + 1)
-    expected = torch.stack([3 * (t - 1).square(), 3 * (t + 1).square()], 1)
-    torch.testing.assert_close(front.losses, expected, rtol=0, atol=1e-2)
-    assert knee(front.losses) == 3
-
-
 def test_a_solution_is_a_state_like_any_other():
     how = {"losses": quadratics, "optimizer": jd.adamw(0.05)}
     front = train(START, [()] * 2, rule=jd.tchebycheff, preferences=lattice(2, 2), **how)
@@ -158,43 +145,55 @@ def test_all_steps_are_one_graph(together, monkeypatch):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"rule": jd.upgrad()}, TypeError, "train: rule must be a function"),
-        ({"rule": lambda u: u}, TypeError, "train_state: aggregator must be"),
-        ({"preferences": [[1.0, 2.0]]}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
-        ({"preferences": None}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
-        (
-            {"preferences": torch.ones(2)},
-            ValueError,
-            r"preferences must be \[K, m\], one in a row, found torch.float32 \[2\]",
-        ),
-        ({"preferences": torch.ones(0, 2)}, ValueError, "preferences must be 1, one for each solution, found 0"),
-        ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
-        ({"batches": []}, ValueError, "train: batches must have an item, found none"),
-        ({"chunk_size": 0}, ValueError, "train: chunk_size must be an integer of at least 1"),
-        (
-            {"compile": "fast"},
-            ValueError,
-            "compile must be False, True, 'eager', 'inductor' or 'cudagraphs', found 'fast'",
-        ),
-        (
-            {"compile": 1},
-            ValueError,
-            "train: compile must be False, True, 'eager', 'inductor' or 'cudagraphs', found 1",
-        ),
-    ],
-)
+def together(weigh):
+    return {"start": torch.ones(4, 3), "rule": fronts.Population(jd.views.losses, weigh), "preferences": None}
+
+
+TOGETHER = together(lambda losses: losses)
+APART = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+# Garbage of other kinds is in `tests/fuzz`.
+REFUSED = [
+    ({"rule": jd.upgrad()}, TypeError, "train: rule must be a function"),
+    ({"rule": lambda u: u}, TypeError, "train_state: aggregator must be"),
+    ({"preferences": torch.ones(0, 2)}, ValueError, "preferences must be 1, one for each solution, found 0"),
+    ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
+    ({**TOGETHER, "chunk_size": 2}, ValueError, "chunk_size must be None for a population, found 2"),
+    ({**TOGETHER, "preferences": torch.ones(4, 2)}, ValueError, "preferences must be None for a population"),
+    ({**TOGETHER, "start": APART}, ValueError, r"stacked .* leaves \[K, ...\], found shapes"),
+    ({**TOGETHER, "start": torch.tensor(1.0)}, ValueError, r"found shapes \[\[\]\]"),
+    ({**TOGETHER, "start": torch.ones(0, 3)}, ValueError, r"found shapes \[\[0, 3\]\]"),
+    ({**TOGETHER, "start": torch.ones(2, 3, dtype=torch.int64)}, TypeError, "train: "),
+    (together(lambda losses: losses[0]), ValueError, r"weights of the population must be \[K, m\] with K = 4, found"),
+    (together(lambda _: 1.0), ValueError, "found 1.0. Return one weight for each loss"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), REFUSED)
 def test_what_does_not_fit_is_refused(change, kind, message):
     how = {"losses": quadratics, "optimizer": jd.sgd(0.1), "rule": jd.tchebycheff, "preferences": lattice(2, 2)}
-    arguments = {"batches": [()], **how, **change}
     with pytest.raises(kind, match=message):
-        train(START, **arguments)
+        train(**{"start": START, "batches": [()], **how, **change})
 
 
-def test_a_front_goes_on_with_as_many_preferences():
+def test_numbers_that_do_not_fit_are_refused_by_name():
     how = {"losses": quadratics, "optimizer": jd.sgd(0.1), "rule": jd.tchebycheff}
     front = train(START, [()], preferences=lattice(2, 2), **how)
-    with pytest.raises(ValueError, match="preferences must be 3, one for each solution, found 4"):
-        train(front, [()], preferences=lattice(2, 3), **how)
+    for call, message in (
+        (lambda: train(front, [()], preferences=lattice(2, 3), **how), "preferences must be 3, .* found 4"),
+        (
+            lambda: fronts.hypervolume(torch.ones(3, 5), torch.ones(5)),
+            "at most 4 losses, .*found 5.*moocore.hypervolume",
+        ),
+        (lambda: hypervolume_gradient([1.0] * 5).weigh(torch.ones(2, 5)), "losses must be at most 4, .*found 5"),
+        (lambda: hypervolume_gradient([1.0] * 3).weigh(torch.ones(2, 2)), "reference must be one per row, found 3 and"),
+        (lambda: tch_set(weights=[-1.0]), "tch_set: weights must be finite and non-neg"),
+        (lambda: lattice(40, 40), r"lattice: divisions must be such that there are at most 2\^20 preferences"),
+        (lambda: knee(torch.ones(0, 2)), "knee: points must be at least one, found none"),
+        (lambda: pmtl(torch.eye(2))(torch.zeros(2)), "pmtl: preference must be"),
+        (
+            lambda: jd.aggregate(pmtl(torch.eye(3))(torch.ones(2)), torch.eye(2), losses=torch.ones(2)),
+            r"pmtl: preferences must be \[K, 2\], one column per loss, found torch.float64 \[3, 3\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -19,19 +19,6 @@ def test_the_points_are_all_multiples_of_one_division_that_add_to_one(m, divisio
     assert torch.equal(found, torch.tensor(expected, dtype=torch.float64).reshape(-1, m) / divisions)
 
 
-@pytest.mark.parametrize(
-    ("m", "divisions", "message"),
-    [
-        (0, 3, "lattice: m must be an integer of at least 1, found 0"),
-        (2, 0.5, "lattice: divisions must be an integer of at least 1, found 0.5"),
-        (40, 40, "lattice: divisions must be such that there are at most 2\\^20 preferences"),
-    ],
-)
-def test_sizes_are_checked(m, divisions, message):
-    with pytest.raises(ValueError, match=message):
-        lattice(m, divisions)
-
-
 @given(st.integers(1, 4).flatmap(lambda m: st.lists(st.tuples(*[st.integers(0, 3)] * m), min_size=1, max_size=12)))
 def test_what_nobody_beats_is_not_dominated(points):
     def beats(p, q):
@@ -66,21 +53,3 @@ def test_the_knee_of_several_losses_is_nearest_to_the_ideal_between_ideal_and_na
     batch = torch.stack([points, points.flip(0)])
     assert torch.vmap(knee)(batch).tolist() == [3, 0]
     assert torch.compile(knee, fullgraph=True, backend="eager")(points) == 3
-
-
-@pytest.mark.parametrize(
-    ("function", "points", "message"),
-    [
-        (
-            non_dominated,
-            torch.ones(3),
-            r"non_dominated: points must be \[K, m\], one in a row, found torch.float32 \[3\]",
-        ),
-        (non_dominated, [[1.0]], "non_dominated: points must be a floating-point tensor"),
-        (knee, torch.ones(0, 2), "knee: points must be at least one, found none"),
-        (knee, torch.ones(3, 2, dtype=torch.int64), "knee: points must be a floating-point tensor"),
-    ],
-)
-def test_what_is_no_set_of_points_is_refused(function, points, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        function(points)

@@ -117,35 +117,3 @@ def test_it_compiles():
     method = {"losses": quadratics, "rule": hypervolume_gradient([20.0, 20.0]), "optimizer": jd.adamw(0.05)}
     expected = train(starts(), [()] * 4, **method)
     check_same(train(starts(), [()] * 4, compile=True, **method), expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"chunk_size": 2}, ValueError, "chunk_size must be None for a population, found 2"),
-        ({"preferences": torch.ones(4, 2)}, ValueError, "preferences must be None for a population"),
-        (
-            {"start": {"a": torch.ones(2, 3), "b": torch.ones(3)}},
-            ValueError,
-            r"stacked .* leaves \[K, ...\], found shapes",
-        ),
-        ({"start": torch.tensor(1.0)}, ValueError, r"found shapes \[\[\]\]"),
-        ({"start": torch.ones(0, 3)}, ValueError, r"found shapes \[\[0, 3\]\]"),
-        ({"start": torch.ones(2, 3, dtype=torch.int64)}, TypeError, "train: "),
-        (
-            {"rule": Population(views.losses, lambda losses: losses[0])},
-            ValueError,
-            r"weights of the population must be \[K, m\] with K = 4, found",
-        ),
-        (
-            {"rule": Population(views.losses, lambda losses: 1.0)},
-            ValueError,
-            "found 1.0. Return one weight for each loss",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, kind, message):
-    how = {"losses": quadratics, "optimizer": jd.sgd(0.1), "rule": POPULATIONS["losses"]}
-    arguments = {"start": starts(), "batches": [()], **how, **change}
-    with pytest.raises(kind, match=message):
-        train(**arguments)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from solutions import check_composes
+from solutions import check_composes, trained
 from torch.autograd import gradcheck
 
 import functional_jd as jd
-from functional_jd.fronts import tch_set, train
+from functional_jd.fronts import tch_set
 
 
 def losses_of(k, m, seed=0):
@@ -36,10 +36,7 @@ def test_weights_are_the_slopes_of_the_scalarization(k, m, mu):
 
 def test_closed_cases():
     L = losses_of(3, 5)
-    for mu in (0.1, 2.0):  # one solution: stch
-        rule = jd.stch(mu)
-        view = rule.view(torch.ones(5, 2, dtype=torch.float64), losses=L[0])
-        torch.testing.assert_close(tch_set(mu).weigh(L[:1])[0], rule.update(view, rule.init(view))[0])
+    torch.testing.assert_close(tch_set(2.0).weigh(L[:1])[0], jd.stch(2.0).update(L[0], ())[0])  # one solution
     best, of = L.min(0)
     worst = int(best.argmax())
     hard = torch.zeros(3, 5, dtype=torch.float64)
@@ -75,21 +72,8 @@ def test_under_transforms():
 def test_two_solutions_part_forty_losses_between_them():
     """The losses have their minima in two groups; the least worst loss of two solutions is at the middles."""
     centers = torch.cat([torch.linspace(0.8, 1.2, 20), torch.linspace(-1.2, -0.8, 20)]).double()
-    how = {"losses": lambda w: (w - centers).square(), "optimizer": jd.sgd(0.5)}
     front = torch.tensor([0.1, -0.2], dtype=torch.float64)
     for mu in (0.3, 0.01, 1e-3):  # from smooth to sharp, as the authors' code does
-        front = train(front, [()] * 500, rule=tch_set(mu, torch.ones(40)), **{**how, "optimizer": jd.sgd(mu / 4)})
+        front = trained(front, lambda w: (w - centers).square(), tch_set(mu, torch.ones(40)), [mu / 4], 500)
     torch.testing.assert_close(front.states.params, torch.tensor([1.0, -1.0]).double(), atol=5e-3, rtol=0)
     assert front.losses.amin(0).amax() == pytest.approx(0.04, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [
-        ({"mu": 0.0}, "tch_set: mu must be positive"),
-        ({"weights": [-1.0]}, "tch_set: weights must be finite and non-neg"),
-    ],
-)
-def test_what_is_out_of_range(hyper, message):
-    with pytest.raises(ValueError, match=message):
-        tch_set(**hyper)

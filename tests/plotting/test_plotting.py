@@ -378,12 +378,6 @@ def _bowls(x, y):
     return 0.5 * ((x + 1) ** 2 + 10 * (y + 0.6) ** 2), 0.5 * (10 * (x - 1) ** 2 + (y - 0.6) ** 2)
 
 
-@given(x=st.floats(-10, 10), y=st.floats(-10, 10))
-def test_losses_are_those_published(x, y):
-    losses = QUADRATICS.losses(torch.tensor([x, y], dtype=torch.float64))
-    np.testing.assert_allclose(losses, _bowls(x, y), rtol=64 * eps(), atol=0)
-
-
 def test_the_pareto_set_is_what_brute_force_finds():
     problem = QUADRATICS
     (left, bottom), (right, top) = problem.window.tolist()
@@ -432,12 +426,6 @@ def test_no_start_knows_of_the_others_and_every_kind_of_rule_runs():
         alone = plotting.descend(problem, rule, steps=3, starts=problem.starts[2:3])
         torch.testing.assert_close(together.points[:, 2:3], alone.points)
         torch.testing.assert_close(together.losses, torch.vmap(torch.vmap(problem.losses))(together.points))
-
-
-def test_upgrad_arrives_at_the_pareto_set():
-    problem = plotting.quadratics()
-    path = plotting.descend(problem, jd.upgrad(), optimizer=jd.sgd(0.05), steps=150)
-    assert torch.cdist(path.points[-1], problem.pareto).amin(1).max() < 0.03
 
 
 def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
@@ -514,28 +502,13 @@ def test_the_front_has_full_markers_and_the_rest_hollow_ones():
     assert _labels(plotting.front(points["one"])) == ["front of the points", "on the front"]
 
 
-# What is wrong
-
+# What is wrong: garbage of other kinds is in `tests/fuzz`
 
 WRONG = [
     (lambda: plotting.cone(torch.ones(4, 4)), "at most three rows, found 4 rows of 4 entries"),
     (lambda: plotting.cone(torch.tensor([[1.0, math.nan]])), "found nan or inf in the Jacobian"),
-    (lambda: plotting.cone(CONFLICTED, names=["one"]), "cone: expected one name"),
     (lambda: plotting.cone(CONFLICTED[:0]), "cone: needs at least one row"),
-    (lambda: plotting.cone(CONFLICTED, losses=torch.ones(3)), "cone: losses must be 2, one per row, found 3"),
-    (lambda: plotting.quadratics(0.5), r"quadratics: condition must be a finite number >= 1, found 0\.5"),
-    (lambda: plotting.quadratics(math.inf), "quadratics: condition must be a finite number >= 1, found inf"),
-    (
-        lambda: plotting.descend(QUADRATICS, jd.mean(), starts=torch.zeros(2)),
-        r"starts must be .*\[s, 2\].*\[2\]",
-    ),
-    (
-        lambda: plotting.front({"mine": torch.zeros(4, 3)}),
-        r"front: points 'mine' must be .*\[k, 2\].*\[4, 3\]",
-    ),
-    (lambda: plotting.front({}), "front: points must be at least one"),
-    (lambda: plotting.front(torch.zeros(4, 2), ["one"]), "front: expected one name for each of 2"),
-    (lambda: plotting.front(torch.zeros(4, 2), reference=torch.ones(3)), r"front: reference must be a tensor \[2\]"),
+    (lambda: plotting.front({"mine": torch.zeros(4, 3)}), r"front: points 'mine' must be .*\[k, 2\].*\[4, 3\]"),
     (
         lambda: plotting.trajectories(QUADRATICS, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))}),
         r"trajectories: rules must be points \[steps \+ 1, s, 2\] in 'mine', found torch.float32 \[3, 2\]",
@@ -563,9 +536,6 @@ def test_axes_that_do_not_fit_are_named():
 def test_histories_say_what_is_wrong():
     for infos, states in ((_infos()[0], None), (_infos(), _states()[0])):
         with pytest.raises(TypeError, match="history: expected a list of records, one per step, found S"):
-            plotting.history(infos, states)
-    for infos, states in (([], None), (_infos(), [])):
-        with pytest.raises(ValueError, match="at least one step, found an empty list"):
             plotting.history(infos, states)
     with pytest.raises(TypeError, match=r"each record must be a .*, found 1"):
         plotting.history([1])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
+from sequences import integer_jacobians
 
 import functional_jd as jd
 from functional_jd.solvers import by_products as products
@@ -44,6 +45,9 @@ def random_problem(m, n, seed=0, k=4):
 def bound(A):
     """How far two answers `s @ A` may lie apart, whichever rows turn out active: A is scaled, but its rows are not."""
     return 512 * eps() / least_singular_value(A) ** 2
+
+
+with_and_without_factors = pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
 
 
 @given(problems(most=8))
@@ -96,7 +100,9 @@ def test_many_rows_that_nearly_depend_on_one_another_are_projected_with_a_warnin
     assert ((s.T * gains).sum(1).abs() <= 4 * len(A) * 1e-14 * sizes).all()
 
 
-def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem():
+@with_and_without_factors
+def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem(start, monkeypatch):
+    monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
     M, q = random_problem(6, 9)
     allowed = torch.tensor([True, False, True, True, False, True]).expand_as(q)
     s = linear_complementarity(M, q, allowed)
@@ -118,7 +124,9 @@ def test_a_batch_of_easy_and_hard_problems_is_the_loop():
     check_within(nested @ M, expected, bounds)
 
 
-def test_what_is_not_finite_stays_in_its_own_problem():
+@with_and_without_factors
+def test_what_is_not_finite_stays_in_its_own_problem(start, monkeypatch):
+    monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
     M, q = random_problem(5, 8)
     expected = linear_complementarity(M, q)
     for poison in (torch.nan, torch.inf, -torch.inf):
@@ -136,7 +144,7 @@ def symmetric(f):
 
 
 @pytest.mark.parametrize("m", [3, 6])
-@pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
+@with_and_without_factors
 def test_first_and_second_derivatives_are_those_of_finite_differences(m, start, monkeypatch):
     monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
     generator = torch.Generator().manual_seed(m)
@@ -146,26 +154,6 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(m, start, 
     assert symmetric(linear_complementarity)(A, q).count_nonzero() > 0
     assert torch.autograd.gradcheck(symmetric(linear_complementarity), inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(symmetric(linear_complementarity), inputs)
-
-
-def loss(M, q):
-    return linear_complementarity(M, q).square().sum()
-
-
-FORWARD = [torch.func.hessian(loss), torch.func.jacfwd(loss)]
-
-
-@pytest.mark.parametrize("f", [linear_complementarity, torch.func.grad(loss), *FORWARD])
-def test_compiles_whole_and_under_vmap(f):
-    pairs = [random_problem(5, 8, seed) for seed in range(3)]
-    M, q = (torch.stack(x) for x in zip(*pairs, strict=True))
-    expected = torch.stack([f(*pair) for pair in pairs])
-    torch.testing.assert_close(torch.vmap(f)(M, q), expected)
-    torch._dynamo.reset()
-    compiled = lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(f)(M[0], q[0]), expected[0])
-    if f not in FORWARD:  # the compiler cannot trace forward mode under vmap, be it of one product
-        torch.testing.assert_close(compiled(torch.vmap(f))(M, q), expected)
 
 
 def test_the_search_is_a_sound_operator():
@@ -215,21 +203,14 @@ def unit_rows(m, n, seed=0):
     return torch.nn.functional.normalize(torch.randn(m, n, generator=generator, dtype=torch.float64), dim=1)
 
 
-def found_for(A, x, allowed=None):
+def found_for(A, x):
     """The rows and vectors as one batch of one matrix."""
     q = (x @ A.mT).unsqueeze(0)
-    free = torch.ones_like(q, dtype=torch.bool) if allowed is None else allowed.unsqueeze(0)
-    found = solve_by_products((A @ A.mT).unsqueeze(0), q, free, TOLERANCE)
+    found = solve_by_products((A @ A.mT).unsqueeze(0), q, torch.ones_like(q, dtype=torch.bool), TOLERANCE)
     return products.Found(*(field[0] for field in found))
 
 
-@given(
-    hnp.arrays(
-        np.float64,
-        st.tuples(st.integers(1, 8), st.integers(1, 8)),
-        elements=st.integers(-3, 3).map(float),
-    ).map(torch.from_numpy)
-)
+@given(integer_jacobians((1, 8), (1, 8), 3))
 def test_what_counts_as_solved_meets_the_conditions(J):
     A = torch.nn.functional.normalize(J, dim=1)
     found = found_for(A, A)
@@ -249,24 +230,6 @@ def test_dependent_rows_that_agree_are_solved_too():
     for s, vector in zip(found.s, x, strict=True):
         expected = torch.from_numpy(nnls(twice.mT.numpy(), -vector.numpy())[0])
         check_within(s @ twice, expected @ twice, projection_bound(twice, expected))
-
-
-def test_what_is_not_allowed_stays_zero():
-    A = unit_rows(12, 20)
-    allowed = ~torch.eye(12, dtype=torch.bool)
-    found = found_for(A, A, allowed)
-    assert found.solved.all()
-    assert (found.s[~allowed] == 0).all()
-    assert found.s.count_nonzero() > 0
-
-
-def test_what_is_not_finite_changes_no_other_problem_by_products():
-    A, x = unit_rows(10, 16), unit_rows(4, 16, seed=1)
-    expected, x[1, 3] = found_for(A, x), torch.nan
-    found = found_for(A, x)
-    assert found.solved.all()
-    kept = [0, 2, 3]
-    torch.testing.assert_close(found.s[kept], expected.s[kept], rtol=0, atol=projection_bound(A, expected.s[0]))
 
 
 def test_no_problem_has_a_matrix_of_its_own():

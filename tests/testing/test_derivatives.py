@@ -162,7 +162,3 @@ def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(name):
             assert not direction(losses).isfinite().any()
             assert not compiled(losses).isfinite().any()
     assert direction(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).isfinite().all()  # not for another reason
-
-
-def test_the_rules_that_take_logarithms_name_their_domain():
-    assert {name for name, entry in RULES.items() if -1.0 in entry.invalid} >= {"famo", "geometric_mean"}
