@@ -115,13 +115,9 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all_ranks():
 def check_another_rule_in_a_later_step_is_refused_on_all_ranks():
     (own, x), last = equal_leaves("ab"), rank() == ranks() - 1
     preferences = [torch.tensor([1.0, 2.0, number]) for number in (3.0, 4.0)]
-    rules = [
-        (fj.upgrad, fj.mean),
-        (fj.upgrad, fj.mgda),
-        (fj.mean, fj.total),
-        (partial(fj.cagrad, 0.4), partial(fj.cagrad, 0.5)),
-        *(tuple(partial(rule, weights) for weights in preferences) for rule in (fj.upgrad, fj.constant)),
-    ]
+    rules = [(fj.upgrad, fj.mean), (fj.upgrad, fj.mgda), (fj.mean, fj.total)]
+    rules.append((partial(fj.cagrad, 0.4), partial(fj.cagrad, 0.5)))
+    rules += [tuple(partial(rule, weights) for weights in preferences) for rule in (fj.upgrad, fj.constant)]
     for one, other in rules:
         how = {"losses": distributed.sharded(used("a", "b"), mesh()), "optimizer": fj.sgd(0.1)}
         state = fj.train_state(own, x, aggregator=one(), **how)
@@ -171,11 +167,9 @@ def check_other_starts_of_shards_are_refused_on_all_ranks():
     key = fj.random.key(int(last))
     how = {"losses": distributed.sharded(losses, mesh()), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
     buffered = distributed.sharded(lambda p, b, *batch: (losses(p, *batch), b), mesh())
+    rules = fj.upgrad() if last else fj.mgda(), fj.constant([1.0, 1.0, 2.0 if last else 1.0]), fj.random_weights(key)
     other = [
-        ("rule", {"aggregator": fj.upgrad() if last else fj.mgda()}),
-        ("rule", {"aggregator": fj.constant([1.0, 1.0, 2.0 if last else 1.0])}),
-        ("rule", {"aggregator": fj.random_weights(key)}),
-        ("rule", {"aggregator": fj.cagrad(0.5 if last else 0.4)}),
+        *(("rule", {"aggregator": rule}) for rule in (*rules, fj.cagrad(0.5 if last else 0.4))),
         ("optimizer", {"optimizer": fj.sgd(0.1 if last else 0.2)}),
         ("scale", {"scale": fj.scale_state(2.0**10 if last else 2.0**11)}),
         ("scale", {"scale": fj.scale_state(shape=(3,) if last else ())}),

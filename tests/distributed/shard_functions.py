@@ -71,11 +71,8 @@ def check_the_functions_of_a_step_by_hand():
         close(chosen, direction if taken else params, 0)
         assert chosen["a"].placements == d["a"].placements
     for optimizer in (
-        fj.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-        fj.sgd(lambda k: 0.1 / (k + 1)),
-        fj.adamw(1e-2),
-        fj.from_torch(torch.optim.AdamW, lr=1e-2),
-        fj.from_torch(torch.optim.RMSprop, lr=1e-2),
+        *(fj.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1), fj.sgd(lambda k: 0.1 / (k + 1)), fj.adamw(1e-2)),
+        *(fj.from_torch(cls, lr=1e-2) for cls in (torch.optim.AdamW, torch.optim.RMSprop)),
         fj.noised(fj.sgd(0.1), fj.random.key(2), 1.0, 0.5, 4.0),
         fj.by_label({"x": fj.sgd(0.1), "y": fj.adamw(0.1)}, lambda name, _: "x" if name == "a" else "y"),
     ):

@@ -8,7 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import hypothesis
 import replica_drift
 import replica_steps
 import replica_weights
@@ -26,11 +25,6 @@ SHARDS = (shard_dtypes, shard_steps, shard_functions, shard_disagreements, shard
 MODULES = {"replicas": (replica_steps, replica_drift, replica_weights), "shards": SHARDS}
 
 
-def replicas(count, folder):
-    hypothesis.settings.register_profile("replicas", deadline=None, derandomize=True, database=None, max_examples=15)
-    hypothesis.settings.load_profile("replicas")
-
-
 def shards(count, folder):
     shard_checkpoints.FOLDER["here"] = folder
     MESHES["line"] = init_device_mesh("cpu", (count,))
@@ -43,5 +37,5 @@ def shards(count, folder):
 
 if __name__ == "__main__":
     kind, count, folder, *checks = sys.argv[1:]
-    prepare = {"replicas": replicas, "shards": shards}[kind]
+    prepare = shards if kind == "shards" else lambda count, folder: None
     on_ranks(run_checks, MODULES[kind], prepare, int(count), Path(folder), checks, count=int(count))
