@@ -45,18 +45,10 @@ def test_an_example_prints_what_it_says(name):
     package = importlib.import_module(name.rpartition(".")[0]) if "." in name else functional_jd
     while not inspect.ismodule(package):
         package = importlib.import_module(package.__module__)
-    names = {key: getattr(functional_jd, key) for key in [*functional_jd.__all__, *ROOMS]}
-    extra = {key: getattr(testing, key) for key in testing.__all__}
-    session = {
-        **vars(package),
-        **extra,
-        **names,
-        "functional_jd": functional_jd,
-        "torch": torch,
-        "nn": nn,
-        "functools": functools,
-        "matplotlib": matplotlib,
-    }
+    session = vars(package) | {key: getattr(testing, key) for key in testing.__all__}
+    session |= {key: getattr(functional_jd, key) for key in [*functional_jd.__all__, *ROOMS]}
+    session |= {"functional_jd": functional_jd, "torch": torch, "nn": nn}
+    session |= {"functools": functools, "matplotlib": matplotlib}
     printed = []
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -31,17 +31,8 @@ def texts(notebook):
 
 
 # Numbers in words; smaller ones count things that a reader sees.
-WORDS = {
-    "fifteen": 15,
-    "sixteen": 16,
-    "eighteen": 18,
-    "twenty": 20,
-    "thirty": 30,
-    "forty": 40,
-    "fifty": 50,
-    "sixty": 60,
-}
-WORDS |= {"ninety": 90, "hundred": 100, "thousand": 1000}
+WORDS = {"fifteen": 15, "sixteen": 16, "eighteen": 18, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50}
+WORDS |= {"sixty": 60, "ninety": 90, "hundred": 100, "thousand": 1000}
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?![\w])"
 CHAPTER = r"[Nn]otebooks? \d+|^#.*$"
 CODE = r"```.*?```|`[^`]*`|\$[^$]*\$|\]\([^)]*\)"

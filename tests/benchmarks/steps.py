@@ -1,6 +1,6 @@
 """Whole steps, from a batch to new parameters: ours as users call it, the peer's loop, plain training, the limit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
@@ -49,9 +49,10 @@ def peer(make: Make, precision: str) -> Side:
     """The peer's loop: of several ways for examples the fastest; for tasks and losses its default, if that runs."""
     model = make()
     if isinstance(model, Examples):
-        return _fastest([partial(loop, way, make, precision) for way in (_engine, _rows)])
+        return min((partial(loop, way, make, precision) for way in (_engine, _rows)), key=_seconds)()
     way = of_tasks if isinstance(model, Tasks) else _rows
-    return _first_that_runs([partial(loop, partial(way, chunk=chunk), make, precision) for chunk in (None, 1)])
+    ways = [partial(loop, partial(way, chunk=chunk), make, precision) for chunk in (None, 1)]
+    return next((way for way in ways if _seconds(way) < float("inf")), ways[0])()
 
 
 def plain(make: Make, precision: str, compile_: Callable[[Any], Any] | None = None) -> Side:
@@ -162,15 +163,6 @@ def _engine(model: Examples) -> Way:
 
     # In half precision the rule does not run.
     return forward, lambda found, scale: scale(found[0]).backward(rule(found[1].float()))
-
-
-def _fastest(ways: Sequence[Callable[[], Side]]) -> Side:
-    seconds = {way: _seconds(way) for way in ways}
-    return min(seconds, key=seconds.__getitem__)()
-
-
-def _first_that_runs(ways: Sequence[Callable[[], Side]]) -> Side:
-    return next((way for way in ways if _seconds(way) < float("inf")), ways[0])()
 
 
 def _seconds(way: Callable[[], Side]) -> float:

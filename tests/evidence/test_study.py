@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import study_fronts
 import study_optimizers
 import study_page
 import study_queue
@@ -11,13 +12,13 @@ from bounds import check_within
 from problems import PROBLEMS, Entry
 from problems_development import beta_vae
 from study_cells import load_all, path_of
-from study_fronts import RATES, beside_sums, front_cell, preferences, sizes, utility, worth
+from study_fronts import beside_sums, front_cell, preferences, sizes, utility, worth
 from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal, run
 from study_problem import splits
 from study_queue import FROZEN
 from study_rules import methods_for
-from study_training import draws_of, train
-from tiny_problem import tiny
+from study_training import train
+from tiny_problem import DRAWS, PROBLEM, RATES, tiny
 
 import functional_jd as jd
 from functional_jd.diagnostics.advise import THRESHOLDS
@@ -55,27 +56,23 @@ def test_a_tiny_problem_from_end_to_end(tmp_path, monkeypatch):
 
 def test_a_training_is_a_loop_of_adam_with_an_average(tmp_path):
     """One configuration and draw of a vmapped training, beside torch.optim.Adam and an average by its definition."""
-    problem, steps = tiny(), 30
-    draws = draws_of(problem, 2)
-    weights = torch.tensor([[1.0, 2.0], [3.0, 0.5]]).expand(2, 2, 2)
-    rates = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
-    found = train(problem, methods_for(2)["mean"], draws, rates, weights, steps)
+    steps, weights = 30, torch.tensor([[1.0, 2.0], [3.0, 0.5]]).expand(2, 2, 2)
+    found = train(PROBLEM, methods_for(2)["mean"], DRAWS, RATES, weights, steps)
     g = torch.Generator().manual_seed(1001)  # of draw 1
-    params = {name: value.requires_grad_() for name, value in problem.init(g).items()}
+    params = {name: value.requires_grad_() for name, value in PROBLEM.init(g).items()}
     optimizer = torch.optim.Adam(params.values(), lr=0.04, eps=1e-20)
-    rows = draws.data[1].train
+    rows = DRAWS.data[1].train
     average = {name: value.detach().clone() for name, value in params.items()}
     for t in range(1, steps + 1):
         picked = torch.randint(len(rows[0]), (8,), generator=g)
-        losses = problem.losses(params, *(column[picked] for column in rows))
+        losses = PROBLEM.losses(params, *(column[picked] for column in rows))
         optimizer.zero_grad()
         (losses * torch.tensor([3.0, 0.5])).mean().backward()
         optimizer.step()
         for name in average:
             average[name] = (1 - 9 / (t + 8)) * average[name] + 9 / (t + 8) * params[name].detach()
-    torch.testing.assert_close(
-        found.parts[-1, 1, 1], problem.scores(average, *draws.data[1].test), rtol=1e-4, atol=1e-5
-    )
+    expected = PROBLEM.scores(average, *DRAWS.data[1].test)
+    torch.testing.assert_close(found.parts[-1, 1, 1], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_splits_are_apart_and_whole():
@@ -152,7 +149,7 @@ def test_the_page_has_the_tables_of_what_is_stored():
 def stored(validation, test):
     """A cell of candidates `[c][d][2]` whose scores are the same at all moments."""
     return {
-        "candidates": [{"preference": i, "rate": RATES[i % len(RATES)]} for i in range(len(validation))],
+        "candidates": [{"preference": i, "rate": study_fronts.RATES[i % 5]} for i in range(len(validation))],
         "front": {"validation": [validation] * 3, "test": [test] * 3},
         "passes": 1,
     }
@@ -160,21 +157,16 @@ def stored(validation, test):
 
 def test_a_candidate_is_the_training_of_its_preference_and_rate():
     """One of the 55 in both draws, beside a training of its own on losses that are weighted by hand."""
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    cell = front_cell(problem, "sums", draws, 40)
+    cell = front_cell(PROBLEM, "sums", DRAWS, 40)
     validation, test = (torch.tensor(cell["front"][split]) for split in ("validation", "test"))
     assert validation.shape == test.shape == (3, 55, 2, 2)
     place = next(i for i, c in enumerate(cell["candidates"]) if c == {"preference": 3, "rate": 0.016})
-    weights = 2 * draws.standard * preferences()[3]  # `mean` halves the sum
-    given = draws, torch.full((1, 2), 0.016), weights[None], 40
-    alone = train(problem, methods_for(2)["mean"], *given, whole=True)
+    weights = 2 * DRAWS.standard * preferences()[3]  # `mean` halves the sum
+    given = DRAWS, torch.full((1, 2), 0.016), weights[None], 40
+    alone = train(PROBLEM, methods_for(2)["mean"], *given, whole=True)
     for moment, steps in enumerate((10, 20, 40)):
-        short = alone.parts[steps - 1, 0]
-        torch.testing.assert_close(test[moment, place], short, rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(
-            validation[moment, place], alone.validation_parts[steps - 1, 0], rtol=1e-3, atol=1e-3
-        )
+        found, short = ((validation[moment, place], test[moment, place]), (alone.validation_parts, alone.parts))
+        torch.testing.assert_close(found, tuple(parts[steps - 1, 0] for parts in short), rtol=1e-3, atol=1e-3)
 
 
 def test_validation_chooses_and_test_is_shown():
@@ -282,9 +274,8 @@ def test_a_cell_that_is_stored_is_not_trained_again(little, tmp_path, monkeypatc
 
 
 def test_fewer_steps_are_read_off_where_a_step_takes_several_passes():
-    problem = tiny()
-    cell = cell_of(problem, "AdamW", "config", draws_of(problem, 2), 40)
+    cell = cell_of(PROBLEM, "AdamW", "config", DRAWS, 40)
     assert cell["taken"] >= 16
     assert cell["steps"] != cell["passes"]
-    one = cell_of(problem, "AdamW", "standardised", draws_of(problem, 2), 40)
+    one = cell_of(PROBLEM, "AdamW", "standardised", DRAWS, 40)
     assert one["steps"] == one["passes"]

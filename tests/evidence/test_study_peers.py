@@ -9,7 +9,7 @@ from study_cells import under_method
 from study_peers import ALL, OURS, STANDARDISED, Peer, peer_cell, peer_of, rule_of
 from study_rules import RULES, Method, methods_for
 from study_training import draws_of, train
-from tiny_problem import tiny
+from tiny_problem import DRAWS, PROBLEM, RATES
 
 import functional_jd as jd
 
@@ -33,10 +33,8 @@ def test_standardised_losses_get_the_peers_rule_and_stand_beside_ours_on_such(ru
     """The cell of the peer's rule, with ours in its place, is that of our method on the same losses."""
     assert repr(peer_of(rule, 3)) == repr(peer_of(rule.removesuffix("_standardised"), 3))
     take_ours_for_the_peers(rule, monkeypatch)
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    theirs = peer_cell(problem, rule, draws, steps=20, rounds=1)
-    ours = under_method(problem, methods_for(2)[OURS[rule]], draws, steps=20, rounds=1)
+    theirs = peer_cell(PROBLEM, rule, DRAWS, steps=20, rounds=1)
+    ours = under_method(PROBLEM, methods_for(2)[OURS[rule]], DRAWS, steps=20, rounds=1)
     torch.testing.assert_close(torch.tensor(theirs["test"]), torch.tensor(ours["test"]), rtol=1e-2, atol=1e-3)
     assert max(theirs["apart"]["largest"]) < 1e-5
 
@@ -44,13 +42,10 @@ def test_standardised_losses_get_the_peers_rule_and_stand_beside_ours_on_such(ru
 @pytest.mark.parametrize("rule", ALL)
 def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkeypatch):
     take_ours_for_the_peers(rule, monkeypatch)
-    problem = tiny()
-    draws = draws_of(problem, 2)
-    rates = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
-    given = draws, rates, torch.ones(2, 2, 2), 30
+    given = DRAWS, RATES, torch.ones(2, 2, 2), 30
     found = Peer(rule, 2, 30)
-    theirs = train(problem, Method(lambda key: found.aggregator()), *given)
-    ours = train(problem, Method(RULES[rule_of(rule)]), *given)
+    theirs = train(PROBLEM, Method(lambda key: found.aggregator()), *given)
+    ours = train(PROBLEM, Method(RULES[rule_of(rule)]), *given)
     torch.testing.assert_close(theirs.parts, ours.parts, rtol=1e-3, atol=1e-4)
     assert torch.equal(theirs.skipped, ours.skipped)
     assert torch.stack(found.apart[0]).max() < 1e-5
@@ -58,15 +53,12 @@ def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkey
 
 def test_every_training_has_its_own_state():
     """A training among four is the same alone, although `NashMTL` begins with the last solution."""
-    problem = tiny()
-    draws = draws_of(problem, 2)
     built = Peer("nash_mtl", 2, 20)
     method = Method(lambda key: built.aggregator())
-    rates = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
-    four = train(problem, method, draws, rates, torch.ones(2, 2, 2), 20)
+    four = train(PROBLEM, method, DRAWS, RATES, torch.ones(2, 2, 2), 20)
     assert len({id(one) for one in built.own}) == 4
-    second = SimpleNamespace(**{**vars(draws), "numbers": (1,), "data": draws.data[1:]})
-    alone = train(problem, method, second, rates[1:, 1:], torch.ones(1, 1, 2), 20)
+    second = SimpleNamespace(**{**vars(DRAWS), "numbers": (1,), "data": DRAWS.data[1:]})
+    alone = train(PROBLEM, method, second, RATES[1:, 1:], torch.ones(1, 1, 2), 20)
     torch.testing.assert_close(alone.parts[:, 0, 0], four.parts[:, 1, 1], rtol=1e-3, atol=1e-4)
     assert len(built.apart) == 2
     assert torch.stack(built.apart[0]).shape == (20, 4)
@@ -77,10 +69,9 @@ def test_steps_without_a_direction_are_skipped_and_counted(monkeypatch):
         raise ArithmeticError("no")
 
     monkeypatch.setattr(study_peers, "peer_of", lambda rule, m: refuses)
-    problem = tiny()
     found = Peer("upgrad", 2, 4)
-    given = draws_of(problem, 1), torch.tensor([[0.01]]), torch.ones(1, 1, 2), 4
-    trained = train(problem, Method(lambda key: found.aggregator()), *given)
+    given = draws_of(PROBLEM, 1), torch.tensor([[0.01]]), torch.ones(1, 1, 2), 4
+    trained = train(PROBLEM, Method(lambda key: found.aggregator()), *given)
     assert trained.skipped.item() == 1
     assert found.errors == {"ArithmeticError": trained.steps}
     # A Jacobian that is not finite is not the peer's fault.

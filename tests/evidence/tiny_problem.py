@@ -2,6 +2,7 @@
 
 import torch
 from study_problem import Problem, apply, explained, network, splits
+from study_training import draws_of
 
 FIRST_UNIT = 1e-6
 
@@ -26,3 +27,8 @@ def tiny() -> Problem:
         steps=30,
         draws=2,
     )
+
+
+PROBLEM = tiny()
+DRAWS = draws_of(PROBLEM, 2)
+RATES = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
