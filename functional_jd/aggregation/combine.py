@@ -80,18 +80,17 @@ def weights_to_sum(
     by_row = isinstance(weights, Tensor) and weights.ndim == 1 and not weights.is_complex()
     if not (by_row and isinstance(products, Tensor) and products.ndim == 2):
         return weights, weights
-    eps = 0.0
-    for leaf in leaves:
-        if leaf.dtype == torch.float64:
-            return weights, weights
-        eps = max(eps, torch.finfo(leaf.dtype).eps)
+    dtypes = {leaf.dtype for leaf in leaves}
+    if torch.float64 in dtypes:
+        return weights, weights
     wide = weights.to(products)
     if products.is_cpu and type(products) is Tensor and not torch.compiler.is_compiling() and not dispatch_modes():
         square, squares = wide @ (products @ wide), wide.square() @ products.diagonal()
         with suppress(RuntimeError):  # under vmap no value can be looked at
             if not square.item() <= _CANCELLED * squares.item():
                 return weights, weights.float()
-            weights = _smaller(wide, products, eps) if by_autograd else weights
+            if by_autograd:
+                weights = _smaller(wide, products, max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
     return weights, weights.to(products)
 
 

@@ -93,18 +93,16 @@ def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | 
     infinite derivative there into NaN.
     """
     sizes = [y.numel() for y in point.outputs]
-    parts = factors.unbind() if all(size == 1 for size in sizes) else factors.split(sizes)
+    parts = factors.unbind() if sizes.count(1) == len(sizes) else factors.split(sizes)
     for owner, (y, own) in enumerate(zip(point.outputs, parts, strict=True)):
         given: list[Tensor | None] = [None] * len(point.outputs)
-        for given[owner] in _one_by_one(y, own):
+        # Most losses are one number, which needs no diagonal.
+        for given[owner] in [own.reshape(y.shape).to(y.dtype)] if y.numel() == 1 else _one_by_one(y, own):
             yield point.pullback(given)
 
 
 def _one_by_one(y: Tensor, factors: Tensor) -> Iterator[Tensor]:
     """The cotangents of the elements of an output."""
-    if y.numel() == 1:  # most losses are: no diagonal is needed
-        yield factors.reshape(y.shape).to(y.dtype)
-        return
     for group in _groups(y.numel(), max(1, _COTANGENTS // max(1, y.numel()))):
         block = _diagonal(factors, group).to(y.dtype)
         yield from block.reshape(len(block), *y.shape).unbind()

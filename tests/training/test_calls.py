@@ -59,10 +59,10 @@ def walk(step):
 @pytest.mark.parametrize(
     ("make", "rule", "engine", "calls", "changes"),
     [
-        (plain, jd.upgrad, "auto", 164, 71),
-        (plain, jd.mean, "auto", 107, 56),
+        (plain, jd.upgrad, "auto", 160, 71),
+        (plain, jd.mean, "auto", 104, 56),
         (multitask, jd.upgrad, "auto", 231, 112),
-        (per_example, jd.upgrad, "gramian", 287, 113),
+        (per_example, jd.upgrad, "gramian", 278, 108),
     ],
 )
 def test_a_warm_step_takes_a_short_way(make, rule, engine, calls, changes):
