@@ -29,11 +29,6 @@ def _events(numbers: Any, probability: Tensor | float, like: Tensor, shape: Any 
     return uniform.reshape(tuple(shape)) < probability
 
 
-def _probability(p: Any, op: str) -> None:
-    if not isinstance(p, Tensor) and not 0 <= p <= 1:
-        raise RuntimeError(f"{op} expects p to be in [0, 1], but got p={p}")
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: at least float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -79,7 +74,8 @@ def _normal(numbers: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs:
 
 
 def _bernoulli(numbers: Any, input: Tensor, p: Any = None) -> Tensor:
-    _probability(0.5 if p is None else p, "bernoulli")
+    if isinstance(p, float | int) and not 0 <= p <= 1:
+        return torch.bernoulli(input, p)
     probability = input.detach() if p is None else p
     return _events(numbers, probability, input).to(input.dtype)
 
@@ -122,7 +118,8 @@ def _uniform_(numbers: Any, x: Tensor, *args: float, **kwargs: float) -> Tensor:
 
 
 def _bernoulli_(numbers: Any, x: Tensor, p: Any = 0.5) -> Tensor:
-    _probability(p, "bernoulli_")
+    if isinstance(p, float | int) and not 0 <= p <= 1:
+        return x.bernoulli_(p)
     return x.copy_(_events(numbers, p, x))
 
 

@@ -260,15 +260,11 @@ def _is_tagged(func: Any) -> bool:
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
 _IN_PYTHON: dict[Any, Callable[..., Any]] = {
     getattr(_F, name): ignoring_modes(getattr(_F, name))
-    for name in _names("""
+    for name in """
         dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout multi_head_attention_forward
-    """)
+    """.split()  # noqa: SIM905
 }
 """Functions in Python that torch shows to a mode as one op, in a form that shows what they call."""
 
@@ -278,9 +274,9 @@ _EMPTY = frozenset(
     [torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new, torch.zeros, torch.zeros_like, Tensor.new_zeros]
 )
 _OPERATORS: tuple[Any, ...] = (type(torch.ops.aten.rand), type(torch.ops.aten.rand.default))
-_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
-_IN_PARTS = _names("""
-    kaiming_uniform_ gumbel_softmax fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-    fractional_max_pool3d_with_indices
-""")
+_RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
+_IN_PARTS = frozenset(
+    ["kaiming_uniform_", "gumbel_softmax"]
+    + [f"fractional_max_pool{d}d{more}" for d in (2, 3) for more in ("", "_with_indices")]
+)
 """Functions in Python that torch shows to a mode as one op, and that read its generator."""

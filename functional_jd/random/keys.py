@@ -17,6 +17,7 @@ from functional_jd.torch_compat.torch_internals import dispatch_modes, torch_fun
 
 # Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
 _RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "fold": 7}
+_FIRST = {what: (place << 60) + 1 for what, place in _RANGES.items()}
 
 UNIFORM_BITS = {
     torch.float64: (torch.int64, 53),
@@ -192,7 +193,7 @@ def _shaped(what: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) ->
 
 def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     """Draw the first n words (int64) or numbers of the streams of keys `[*, 2]`: `[*, n]`."""
-    if _is_written_down(keys):
+    if under_transform() or keys.is_meta or dispatch_modes():  # one operator, also for a graph that a compiler may get
         return draw_op(keys, n, what, dtype)
     if not (keys.is_cpu or has_float64(keys.device)):
         return draw(keys.cpu(), n, what, dtype).to(keys.device)
@@ -220,7 +221,7 @@ def draw_at(key: Tensor, positions: Tensor, what: str, dtype: torch.dtype) -> Te
     found = [positions.new_empty(0, dtype=dtype)]
     for some in positions.reshape(-1).split(_CPU_CHUNK if positions.is_cpu else _CHUNK):
         first = 2 * torch.div(some, pair, rounding_mode="floor")
-        counters = torch.stack([first, first + 1], dim=-1).flatten() + _first(what)
+        counters = torch.stack([first, first + 1], dim=-1).flatten() + _FIRST[what]
         words = _words(key.to(some.device).reshape(1, 2), counters)
         numbers = _numbers(words, what, dtype).reshape(len(some), pair)
         found.append(numbers.gather(1, some.remainder(pair)[:, None]).flatten().to(dtype))
@@ -234,11 +235,6 @@ def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     return _drawn(keys, n, what, dtype)
 
 
-def _is_written_down(keys: Tensor) -> bool:
-    """Whether draws are to be one operator, for a transform or in a graph that a compiler may get."""
-    return under_transform() or keys.is_meta or bool(dispatch_modes())
-
-
 def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
     shape = torch.Size((*keys.shape[:-1], n))
@@ -250,20 +246,15 @@ def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
         return _numbers(_words(some_keys, counters), what, dtype)[:, :columns]
 
     if 0 < rows * n <= chunk:
-        return piece(keys.reshape(rows, 2), _first(what), n).to(dtype).contiguous().view(shape)
+        return piece(keys.reshape(rows, 2), _FIRST[what], n).to(dtype).contiguous().view(shape)
     out = keys.new_empty(shape, dtype=dtype)
     blocks = zip(keys.reshape(rows, 2).split(chunk // width), out.view(rows, n).split(chunk // width), strict=True)
     for some_keys, some_rows in blocks:
-        start = _first(what)
+        start = _FIRST[what]
         for some in some_rows.split(width, dim=1):
             some.copy_(piece(some_keys, start, some.shape[1]))
             start += _words_for(some.shape[1], per_word)
     return out
-
-
-def _first(what: str) -> int:
-    """The first counter of a kind of numbers."""
-    return (_RANGES[what] << 60) + 1
 
 
 def _words_for(n: int, per_word: int) -> int:
