@@ -54,13 +54,10 @@ def names_or_indices(names: Any, m: int) -> list[str]:
         TypeError: `names` is not a list of names.
         ValueError: the number of names is not m.
     """
+    cure = "objective_names(losses) returns them in the order of the rows."
     if names is not None and (not isinstance(names, Iterable) or isinstance(names, _NO_NAMES)):
-        cure = "objective_names(losses) returns them in the order of the rows."
         refuse("names", "a list of names", names, cure)
     chosen = [str(i) for i in range(m)] if names is None else [str(name) for name in names]
     if len(chosen) != m:
-        raise ValueError(
-            f"{here()}: expected one name for each of {m} objectives, found {len(chosen)}. "
-            "objective_names(losses) returns them in the order of the rows."
-        )
+        raise ValueError(f"{here()}: expected one name for each of {m} objectives, found {len(chosen)}. {cure}")
     return chosen
