@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from bounds import check_derivatives, check_within, eps
+from exact.cones import fair_weights
 from exact.decimals import decimals, floats, precisely
-from exact.shares import fair_weights
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.linalg import null_space
