@@ -182,7 +182,7 @@ def apply_rule(
     remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if fixed and remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
-            if x.shape[:1] == (1,):  # which fits all sizes: `update` would not notice other objectives
+            if getattr(x, "shape", ())[:1] == (1,):  # which fits all sizes: `update` would not notice other objectives
                 _refuse_other_state(aggregator, received, state, None)
                 break
     if torch.compiler.is_compiling():

@@ -316,9 +316,9 @@ def loss_count(losses: Losses) -> int:
                 f"{here()}: losses must be floating-point tensors, found {described(leaf)} in "
                 f"{tree_names(losses)[index]!r}. Pass what the loss function returned."
             )
-    if not leaves:
+    if not (m := sum(leaf.numel() for leaf in leaves)):
         raise ValueError(f"{here()}: expected at least one loss, found none. Pass what the loss function returned.")
-    return sum(leaf.numel() for leaf in leaves)
+    return m
 
 
 def row_norms(jacobian: Jacobian) -> Tensor:

@@ -16,7 +16,7 @@ from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_learning, check_linear, check_tensors, detach_parameters, undone
+from functional_jd.training.checks import check_buffers, check_learning, check_linear, detach_parameters, undone
 from functional_jd.training.driver import prepare
 
 
@@ -85,7 +85,7 @@ def check(
     """
     check_losses(losses, 0, has_aux)
     own = detach_parameters(params)
-    check_tensors("buffers", buffers)
+    check_buffers(buffers)
     if under_transform():
         raise ValueError("check: expected a call outside of transforms, found one inside. Call it before the loop.")
     buffers = tree_map(lambda x: x.detach().clone(), buffers)

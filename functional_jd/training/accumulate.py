@@ -22,7 +22,7 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import random_state, set_random_state
-from functional_jd.training.checks import check_learning, check_tensors, detach_parameters
+from functional_jd.training.checks import check_buffers, check_learning, detach_parameters
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
 from functional_jd.training.weights import group_of_ranks
 
@@ -95,8 +95,7 @@ def accumulate(
     check_losses(losses, 0, False)
     check_rule(aggregator)
     own = detach_parameters(params)
-    check_tensors("buffers", buffers)
-    check_tensors("state", state, "what the last call returned, or None", "Pass found.state.")
+    check_buffers(buffers)
     parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")

@@ -275,12 +275,7 @@ def keys_of(state: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dtype == torch.int64 and not is_sharded(x)]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
-def check_tensors(
-    name: str,
-    tree: Tree,
-    expected: str = "a pytree of tensors",
-    cure: str = "Pass for instance dict(module.named_buffers()).",
-) -> None:
-    """Raise for a pytree with a leaf that is not a tensor."""
-    if not all(isinstance(x, Tensor) for x in tree_leaves(tree)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(name, expected, tree, cure)
+def check_buffers(buffers: Tree) -> None:
+    """Raise for buffers with a leaf that is not a tensor."""
+    if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")

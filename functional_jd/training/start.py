@@ -19,7 +19,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_functorch
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of, undone
+from functional_jd.training.checks import check_buffers, check_learning, check_ranks, detach_parameters, keys_of, undone
 from functional_jd.training.driver import check_method, prepare, started
 from functional_jd.training.state import TrainState, named_values
 
@@ -72,7 +72,7 @@ def train_state(
         Under a transform they are evaluated once, and not checked; under torch.compile nothing is put back.
     """
     check_method(losses, aggregator, optimizer, has_aux)
-    check_tensors("buffers", buffers)
+    check_buffers(buffers)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     place = _place(tree_leaves(own := detach_parameters(params)))

@@ -29,7 +29,7 @@ from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.autograd_graph import to_dense
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.training.checks import check_learning, check_ranks, check_tensors, detach_parameters, keys_of
+from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of
 from functional_jd.training.driver import observe, prepare, remembered, weighed
 from functional_jd.training.state import warn
 
@@ -225,22 +225,18 @@ def weigh(
         raise ValueError(f"{here()}: expected a call outside of transforms, found one inside. Use weights_fn there.")
     if scale is not None:
         check_type("scale", scale, ScaleState, "Of a GradScaler: scale=scale_state(scaler.get_scale()).")
-    check_tensors("state", state, "what the last call returned, or None", "Pass found.state.")
-    m = loss_count(losses)
-    if not m:
-        raise ValueError(f"{here()}: losses must have at least one element, found none. Pass those of a batch.")
+    loss_count(losses)  # raises for others than tensors
     group = group_of_ranks(group, None, ())
     if group is not None and features is not None:  # those of other ranks are others
         refuse("features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
     factor = None if scale is None else scale.scale
-    factors = row_scales(Plan(False, factor, False), m, tree_leaves(losses)[0])
     view = as_view(aggregator.view)
     given = parameters if features is None else features
     points = [] if view.products == "none" else _points(losses, given, features is None)
     if group is not None and state is None:
         check_alike(losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
-        known, rows, finite = _observed(losses, points, factors, scaled=factor is not None)
+        known, rows, finite = _observed(losses, points, factor)
         if group is not None:
             (known, rows), finite = mean_over_group((known, rows), group), agree(finite, group)
     plan = Plan(False, None, False, rule=aggregator, view=view, leaves=points, guarded=False, scale_state=no_scale())
@@ -249,15 +245,14 @@ def weigh(
     return Weighed(weights, memory, finite if factor is None or factor.ndim else finite.all())
 
 
-def _observed(
-    losses: Losses, points: list[Tensor], factors: Tensor, scaled: bool
-) -> tuple[Losses, list[Tensor] | None, Tensor]:
+def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses, list[Tensor] | None, Tensor]:
     """The losses, their rows by the points, and which are finite."""
     known = tree_map(Tensor.detach, losses)
     finite = torch.cat([leaf.reshape(-1) for leaf in tree_leaves(known)]).isfinite()
+    outputs, m = tree_leaves(losses), len(finite)
+    factors = row_scales(Plan(False, scale, False), m, finite)
     if not points:
         return known, None, finite
-    outputs, m = tree_leaves(losses), len(factors)
 
     def pullback(cotangent: list[Tensor | None]) -> list[Tensor | None]:
         ys, cotangents = zip(*[(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None], strict=True)
@@ -269,7 +264,7 @@ def _observed(
             f"{here()}: losses must depend on the parameters or features given, found no loss that does. Pass the "
             "parameters of the model that computed them, or features in their graph."
         )
-    rows = dense(unscaled_rows(found, factors) if scaled else found, points, m)
+    rows = dense(found if scale is None else unscaled_rows(found, factors), points, m)
     passed = torch.stack([magnitudes(as_matrix(row)) for row in rows]).amax(0) < torch.inf
     return known, rows, torch.where(finite.all(), passed, finite)  # a loss that is not finite may reach others' rows
 
