@@ -1,7 +1,6 @@
 """The parts of a module: where they hold tensors, and whether they are still the same."""
 
 from collections import OrderedDict, defaultdict, deque
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +46,7 @@ class ModuleParts:
             named[id(x)] for part in parts.values() if isinstance(part, nn.RNNBase) for x in part.parameters(False)
         }
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
-        # What every module has mostly stands first, and holds no tensors of the forward pass.
-        own = [tuple(islice(vars(part), len(_STANDARD))) == _STANDARD for part in ordinary]
-        self.attributes = [(vars(part), len(_STANDARD) * first) for part, first in zip(ordinary, own, strict=True)]
+        self.attributes = [vars(part) for part in ordinary]
         self.contents = [(part, _contents(part)) for part in ordinary]
         self.are_torchs = all(map(_is_torchs, parts.values()))
         self.buffers = [
@@ -73,7 +70,7 @@ class ModuleParts:
 
     def run_once(self) -> bool:
         """Whether all parts are layers of torch without hooks: nothing runs again in a backward pass."""
-        return self.are_torchs and not any(any(map(x.get, _HOOKS)) for x, _ in self.attributes)
+        return self.are_torchs and not any(any(map(x.get, _HOOKS)) for x in self.attributes)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """The parameters that the module has now, by name."""
@@ -83,11 +80,12 @@ class ModuleParts:
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
         found: list[Tensor] = []
-        for attributes, start in self.attributes:
-            for name, value in islice(attributes.items(), start, None):
+        for attributes in self.attributes:
+            for name in attributes.keys() - _STANDARD:  # what every module has holds no tensors of the forward pass
+                value = attributes[name]
                 if value.__class__ is Tensor:
                     found.append(value)
-                elif value.__class__ in _CONTAINERS and value and (start or name not in _STANDARD):
+                elif value.__class__ in _CONTAINERS and value:
                     found += _tensors_in(value)
         return found
 
@@ -132,5 +130,5 @@ def _tensors_in(container: Any) -> list[Tensor]:
 
 _LONG = 1000
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, deque))
-_STANDARD = tuple(vars(nn.Module()))
+_STANDARD = frozenset(vars(nn.Module()))
 _HOOKS = ["forward", *(name for name in _STANDARD if "forward" in name and name.endswith("hooks"))]

@@ -81,18 +81,12 @@ def set_random_state(states: Any) -> None:
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state, index)
 
 
-def random_state_outside_torch() -> Callable[[], None]:
+def random_state_outside_torch() -> Callable[[], Any]:
     """A function that puts the generators of Python's `random` and of `numpy.random` back to their present state."""
-    own: Any = random.getstate()
-    numpy = sys.modules.get("numpy.random")
-    other = None if numpy is None else numpy.get_state()
-
-    def put_back_both() -> None:
-        random.setstate(own)
-        if numpy is not None:
-            numpy.set_state(other)
-
-    return put_back_both
+    kept: list[Any] = [(random.setstate, random.getstate())]
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        kept.append((numpy.set_state, numpy.get_state()))
+    return lambda: [put_back(state) for put_back, state in kept]
 
 
 def _reason(error: BaseException) -> str:
