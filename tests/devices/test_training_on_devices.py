@@ -1,8 +1,4 @@
-"""Training on the simulated accelerator: every kind of losses, engine, scale, precision and optimizer as on the CPU.
-
-The kernels of the simulated device are those of the CPU, called in another way: results are a few hundred roundings of
-the largest entry apart, in the coarsest dtype that computes them.
-"""
+"""Training on the simulated accelerator: every kind of losses, engine, scale, precision and optimizer as on the CPU."""
 
 from functools import partial
 
@@ -128,9 +124,7 @@ def test_every_optimizer(name):
 def test_autocast(dtype, shape, around):
     net = made(lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)))
     apply = jd.functional(net)
-
-    def losses(params, x, y):
-        return (apply(params, {}, x)[0].float() - y).square().mean(0)
+    losses = lambda params, x, y: (apply(params, {}, x)[0].float() - y).square().mean(0)
 
     def run(device, params, *batch):
         if around == "jd":
@@ -150,8 +144,7 @@ def test_autocast(dtype, shape, around):
 
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_a_skipped_step(shape):
-    def losses(params, x):
-        return torch.stack([(params * x).sum(), (params * 2).sum()])
+    losses = lambda params, x: torch.stack([(params * x).sum(), (params * 2).sum()])
 
     def run(device, *inputs):
         scale = jd.scale_state(shape=shape, device=device)
@@ -168,9 +161,7 @@ def test_buffers():
         y, buffers = apply(params, buffers, x)
         return y.square().mean(0), buffers
 
-    def run(device, params, buffers, x):
-        return trained(device, params, x, losses=losses, buffers=buffers)
-
+    run = lambda device, params, buffers, x: trained(device, params, x, losses=losses, buffers=buffers)
     values = [{name: x.detach() for name, x in found} for found in (net.named_parameters(), net.named_buffers())]
     same_on_both(run, *values, numbers(6, 5))
 
@@ -184,9 +175,7 @@ def test_keys_and_torchs_own_draws(engine):
         y = dropout(now, x @ params["w"]) + jd.random.normal(now, (3,), dtype=x.dtype)
         return nn.functional.dropout(y, 0.5).square().mean(0), key
 
-    def run(device, params, key, x):
-        return trained(device, params, x, losses=losses, buffers=key, engine=engine)
-
+    run = lambda device, params, key, x: trained(device, params, x, losses=losses, buffers=key, engine=engine)
     same_on_both(run, {"w": numbers(5, 3)}, jd.random.key(0), numbers(4, 5))
 
 

@@ -149,8 +149,7 @@ def near(found, expected, precision):
 
 
 def multitask_losses(trunk, precision, checkpoints):
-    def head(params, h):
-        return F.layer_norm(h @ params["w"], (3,), params["w"][0]).float()
+    head = lambda params, h: F.layer_norm(h @ params["w"], (3,), params["w"][0]).float()
 
     def heads(params, h, x):
         run = head if checkpoints == "none" else lambda *args: checkpoint(head, *args, use_reentrant=False)

@@ -34,13 +34,8 @@ POWERS = FACTORS.log2().floor().exp2()
 
 def by_sets(model):
     """The losses by name, one of the first example, the other of all others: m = 4."""
-
-    def error(p, x, y):
-        return ((model.predict(p, x[None])[0] - y) ** 2).mean()
-
-    def size(p, x):
-        return model.predict(p, x[None])[0].square().sum()
-
+    error = lambda p, x, y: ((model.predict(p, x[None])[0] - y) ** 2).mean()
+    size = lambda p, x: model.predict(p, x[None])[0].square().sum()
     x, losses = model.inputs, per_example({"size": size, "error": error})
     return Case(model.params, losses, ({"error": x[:1], "size": x[1:]}, {"error": numbers(1, 3, seed=99)}))
 

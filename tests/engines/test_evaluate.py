@@ -195,9 +195,7 @@ def test_nothing_stays_attached_or_changes_unless_an_input_requires_grad(kind, n
 def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monkeypatch):
     case, m = kind(mlp()), 3 if kind is tasks else 4
     replicas = [(tree_map(lambda x, r=r: x * r, case.params), torch.full((m,), 2.0**r)) for r in (1, -2, 3)]
-
-    def f(params, scale):
-        return found(name, how | {"scale": scale}, case.losses, params, *case.args)
+    f = lambda params, scale: found(name, how | {"scale": scale}, case.losses, params, *case.args)
 
     def slopes(params, scale):
         sines = lambda params: sum(x.double().sin().sum() for x in tree_leaves(f(params, scale)) if x.requires_grad)
@@ -216,10 +214,7 @@ def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monke
 def test_one_graph_holds_it(kind, name, monkeypatch):
     monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_: True)
     case = kind(bare())
-
-    def f(params, scale, *args):
-        return found(name, {"scale": scale}, case.losses, params, *args)
-
+    f = lambda params, scale, *args: found(name, {"scale": scale}, case.losses, params, *args)
     torch.compiler.reset()
     given = case.params, torch.arange(1.0, 4.0 if kind is tasks else 5.0), *case.args
     same(torch.compile(f, fullgraph=True, backend="aot_eager")(*given), leaves(f(*given)))

@@ -23,8 +23,7 @@ def residual(p, x):
     return slope.sum() - value(p, x)
 
 
-def at_edge(p, x, target):
-    return value(p, x) - target
+at_edge = lambda p, x, target: value(p, x) - target
 
 
 PARAMS = {"w": numbers(5, 2), "b": numbers(5, seed=1), "v": numbers(1, 5, seed=2)}

@@ -185,10 +185,7 @@ def test_any_arguments_can_be_differentiated(argnums, order):
 def test_what_was_unscaled_is_at_least_float32(kind, known):
     # The direction is 2^-26 times small integers: below the range of float16, which the scaled rows do not leave.
     params, x = {"w": numbers(3, 3, dtype=torch.float16)}, numbers(2, 3, seed=1, dtype=torch.float16)
-
-    def forward(w, x):
-        return (x @ w.mT if known else torch.einsum("oi,...i->...o", w, x)).float()
-
+    forward = lambda w, x: (x @ w.mT if known else torch.einsum("oi,...i->...o", w, x)).float()
     tiny = 2.0**-26
     losses = {
         "plain": lambda p, x: tiny * forward(p["w"], x).sum(-1),

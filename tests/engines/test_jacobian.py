@@ -76,9 +76,7 @@ Named = namedtuple("Named", ["z", "a"])
     ],
 )
 def test_rows_are_in_leaf_order_whatever_the_structure(arrange, mode):
-    def losses(w):
-        return arrange((w**3).sum(), torch.sin(w))
-
+    losses = lambda w: arrange((w**3).sum(), torch.sin(w))
     w = numbers(3)
     jacobian, values = jacobian_fn(losses, mode=mode)(w)
     same(jacobian, rows_of(losses, w))
@@ -103,10 +101,7 @@ def test_losses_that_depend_on_nothing_or_are_the_parameters_which_may_have_no_e
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 2), [2, 0], (-1, 1)])
 def test_argnums_choose_the_arguments(argnums, mode):
     args = numbers(3), {"b": numbers(seed=1), "a": numbers(2, seed=2)}, numbers(3, seed=3)
-
-    def losses(x, y, z):
-        return {"one": (x * z).sin() * y["b"], "two": (y["a"] ** 3).sum() * z.sum()}
-
+    losses = lambda x, y, z: {"one": (x * z).sin() * y["b"], "two": (y["a"] ** 3).sum() * z.sum()}
     jacobian, _ = jacobian_fn(losses, argnums=argnums, mode=mode)(*args)
     assert isinstance(argnums, int) or type(jacobian) is tuple
     positions, parts = ([argnums], [jacobian]) if isinstance(argnums, int) else (argnums, jacobian)
@@ -141,9 +136,7 @@ def test_rows_come_out_in_the_parameters_dtype_and_unscaled_ones_in_float32(kind
 
 @every_mode
 def test_complex_features_carry_the_gradient_to_the_trunk(mode):
-    def heads(h, f):
-        return {"size": f.abs().sum() * h, "turn": f.imag.sum()}
-
+    heads = lambda h, f: {"size": f.abs().sum() * h, "turn": f.imag.sum()}
     losses = multitask(lambda w: torch.complex(w, w**2), heads)
     w = numbers(3)
     jacobian, _ = jacobian_fn(losses, mode=mode)({"shared": w, "heads": torch.ones((), dtype=torch.float64)})
@@ -153,10 +146,7 @@ def test_complex_features_carry_the_gradient_to_the_trunk(mode):
 
 def test_several_dtypes_of_losses_and_parameters_in_one_call():
     params = {"half": torch.ones(2, dtype=torch.float16), "double": torch.ones(2, dtype=torch.float64)}
-
-    def losses(p):
-        return {"a": p["half"] * 3, "b": (p["double"] * p["half"].double()).sum()}
-
+    losses = lambda p: {"a": p["half"] * 3, "b": (p["double"] * p["half"].double()).sum()}
     for mode in MODES:
         jacobian, values = jacobian_fn(losses, mode=mode)(params)
         assert {k: v.dtype for k, v in jacobian.items()} == {k: v.dtype for k, v in params.items()}
@@ -200,9 +190,7 @@ def test_random_networks_of_random_structure_equal_the_loop(data):
 
 
 def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
-    def losses(w):
-        return {"root": torch.sqrt((0 * w).sum()), "square": (w**2).sum()}
-
+    losses = lambda w: {"root": torch.sqrt((0 * w).sum()), "square": (w**2).sum()}
     jacobian, _ = jacobian_fn(losses, mode="loop")(torch.ones(3))
     assert not jacobian[0].isfinite().any()
     assert jacobian[1].tolist() == [2, 2, 2]
@@ -229,6 +217,8 @@ SEEN = []
 class Spy(torch.autograd.Function):
     """Notes whether its backward pass runs under autocast."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x):
         return x.clone()
@@ -241,10 +231,6 @@ class Spy(torch.autograd.Function):
     def backward(ctx, gradient):
         SEEN.append(torch.is_autocast_enabled("cpu"))
         return gradient * 2
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return Spy.apply(x), in_dims[0]
 
 
 @pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
@@ -475,6 +461,8 @@ def curve(width=2, m=300):
 class Doubled(torch.autograd.Function):
     """Twice its argument; `hidden` says whether its backward pass can be differentiated."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x, hidden):
         return x * 2
@@ -486,10 +474,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return (gradient.detach() if ctx.hidden else gradient) * 2, None
-
-    @staticmethod
-    def vmap(info, in_dims, x, hidden):
-        return Doubled.apply(x, hidden), in_dims[0]
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -537,12 +521,8 @@ def test_random_draws_of_many_rows_are_those_of_the_values():
     torch.testing.assert_close(jacobian @ w, values)  # linear: only with the same draws
 
 
-def convolved(p, x):
-    return torch.tanh(nn.functional.conv2d(x, p["k"], p["c"])).mean((0, 2, 3))
-
-
-def multiplied(p, x):
-    return (torch.tanh(x @ p["k"]) @ p["c"]).tanh().flatten(0, -2).mean(0)
+convolved = lambda p, x: torch.tanh(nn.functional.conv2d(x, p["k"], p["c"])).mean((0, 2, 3))
+multiplied = lambda p, x: (torch.tanh(x @ p["k"]) @ p["c"]).tanh().flatten(0, -2).mean(0)
 
 
 ARRANGED = {  # the trunk; shapes of its parameters and inputs

@@ -73,16 +73,9 @@ by_hessian = lambda u, x: (by_grad(u, x)[0], vmap(hessian(u))(x).diagonal(dim1=-
 STYLES = {"jvp": by_jvp, "grad": by_grad, "hessian": by_hessian, "autograd": by_autograd}
 
 
-def burgers(u, first, second, x, sign):
-    return first[:, 0] + u * first[:, 1] + sign * VISCOSITY * second[:, 1]
-
-
-def helmholtz(u, first, second, x, sign):
-    return second.sum(1) + WAVES**2 * u + sign * x.prod(1)
-
-
-def poisson(u, first, second, x, sign):
-    return second.sum(1) + sign * x.sum(1)
+burgers = lambda u, first, second, x, sign: first[:, 0] + u * first[:, 1] + sign * VISCOSITY * second[:, 1]
+helmholtz = lambda u, first, second, x, sign: second.sum(1) + WAVES**2 * u + sign * x.prod(1)
+poisson = lambda u, first, second, x, sign: second.sum(1) + sign * x.sum(1)
 
 
 PROBLEMS = {"burgers": (burgers, 2), "helmholtz": (helmholtz, 2), "poisson": (poisson, 5)}

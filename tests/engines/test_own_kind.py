@@ -109,13 +109,8 @@ def test_a_kind_with_rows_of_its_own_serves_functions_without_aux_and_derivative
 def tasks():
     """A trunk with heads, as `multitask` takes them, and the two functions."""
     params = {"shared": PARAMS, "heads": {"a": numbers(3), "b": numbers(3, seed=1)}}
-
-    def trunk(p, x, y):
-        return (x @ p["w"] + p["b"]).tanh()
-
-    def heads(own, h, x, y):
-        return {name: (h @ w - y[:, i]).square().mean() for i, (name, w) in enumerate(own.items())}
-
+    trunk = lambda p, x, y: (x @ p["w"] + p["b"]).tanh()
+    heads = lambda own, h, x, y: {name: (h @ w - y[:, i]).square().mean() for i, (name, w) in enumerate(own.items())}
     return params, trunk, heads
 
 

@@ -133,12 +133,10 @@ def test_a_device_takes_rows_together_where_models_are_small(model, batch, m, ex
     assert choose_rows(point, m, options("auto", None)) == expected
 
 
-def products(p, x):
-    return torch.tanh(x @ p["a"]).matmul(p["b"]).square().mean(0)
-
-
-def convolutions(p, x):
-    return torch.nn.functional.conv1d(x.mT, p["a"].mT[..., None]).tanh().mT.matmul(p["b"]).square().mean(0)
+products = lambda p, x: torch.tanh(x @ p["a"]).matmul(p["b"]).square().mean(0)
+convolutions = lambda p, x: (
+    torch.nn.functional.conv1d(x.mT, p["a"].mT[..., None]).tanh().mT.matmul(p["b"]).square().mean(0)
+)
 
 
 @pytest.mark.parametrize(

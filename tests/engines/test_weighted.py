@@ -81,9 +81,7 @@ def test_the_scale_saves_what_float16_would_lose():
 @pytest.mark.parametrize("shape", [(), (2,)])
 @pytest.mark.parametrize("where", ["trunk", "head", "plain"])
 def test_an_overflow_gives_zeros_there_and_flags_its_owner_where_it_is_known(where, shape):
-    def grow(p, x):
-        return p * x
-
+    grow = lambda p, x: p * x
     if where == "plain":
         losses, params = lambda p, x: torch.stack([p.sum(), grow(p, x).sum()]), torch.ones(3)
     else:
@@ -172,9 +170,7 @@ def test_derivatives_in_params_and_weights_are_those_of_finite_differences(kind)
             torch.sin, direction_of(case, params, weights, scale=scale_state(8.0, shape=len(WEIGHTS[: len(weights)])))
         )
 
-    def f64(params, weights):
-        return direction_of(case, params, weights)
-
+    f64 = lambda params, weights: direction_of(case, params, weights)
     for g in (f64, f):
         at, zero = (lambda t, g=g: flat(g(*moved((case.params, weights), tangent, t)))), torch.zeros(()).double()
         check_derivatives(flat(torch.func.jvp(g, (case.params, weights), tangent)[1]), at, zero)

@@ -137,10 +137,7 @@ def test_derivatives_match_finite_differences(values, bound, power):
     bound = torch.tensor(bound, dtype=torch.float64)
     norm = torch.linalg.vector_norm(values, power)
     assume(abs(norm - bound) > 1e-3)
-
-    def by_norm(values, bound):
-        return flat(clip_by_norm(tree_of(values), bound, power))
-
+    by_norm = lambda values, bound: flat(clip_by_norm(tree_of(values), bound, power))
     inputs = values.clone().requires_grad_(), bound.clone().requires_grad_()
     torch.autograd.gradcheck(by_norm, inputs)
     forward, reverse = (road(by_norm, argnums=(0, 1)) for road in (torch.func.jacfwd, torch.func.jacrev))
@@ -177,9 +174,7 @@ def test_vmap_is_a_loop_over_directions_and_bounds():
 
 
 def test_one_graph_serves_every_direction_and_bound():
-    def clip(values, bound):
-        return (flat(clip_by_norm(tree_of(values), bound)),)
-
+    clip = lambda values, bound: (flat(clip_by_norm(tree_of(values), bound)),)
     torch._dynamo.reset()
     compiled = torch.compile(clip, fullgraph=True, backend="aot_eager")
     for values in ([3.0, 4.0, 0.0, 0.0, 0.0], [3e38] * 5, [0.0] * 5):
@@ -192,10 +187,7 @@ def test_one_graph_serves_every_direction_and_bound():
 @pytest.mark.parametrize("kept", [torch.float32, torch.float64])
 def test_autocast_around_it_changes_nothing(dtype, kept):
     direction = tree([3.3, 4.4, 5.5, 0.0, 0.1], kept)
-
-    def everything():
-        return flat(clip_by_norm(direction, 1.0)), global_norm(direction)
-
+    everything = lambda: (flat(clip_by_norm(direction, 1.0)), global_norm(direction))
     with torch.autocast("cpu", dtype):
         native = everything()
     for found in (native, autocast(everything, dtype)()):
@@ -209,7 +201,7 @@ def test_bad_input_is_named(bad):
         clip_by_norm(direction, bad)
     with pytest.raises(ValueError, match=r"global_norm: norm_type must be a number >= 1, found"):
         global_norm(direction, bad)
-    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 in 'n'"):
+    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 .* in 'n'"):
         clip_by_norm({"n": torch.ones(2, dtype=torch.int64)}, 1.0)
     with pytest.raises(ValueError, match=r"clip_by_norm: expected at least one parameter tensor"):
         clip_by_norm({}, 1.0)

@@ -660,7 +660,7 @@ def test_rates_are_numbers_that_are_not_negative_or_tensors_which_are_not_read(n
 
 @pytest.mark.parametrize("optimizer", [sgd(0.1), adamw(), from_torch(torch.optim.Adam), labelled(0.1)])
 def test_params_must_be_floating(optimizer):
-    with pytest.raises(TypeError, match=r"floating-point tensors, found torch\.int64 in 'n'"):
+    with pytest.raises(TypeError, match=r"floating-point tensors, found torch\.int64 .* in 'n'"):
         optimizer.init({"n": torch.arange(3)})
     with pytest.raises(ValueError, match="at least one parameter"):
         optimizer.init({})

@@ -322,10 +322,7 @@ def network(make):
         model = nn.Sequential(nn.Linear(5, 6), make(), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3))
     buffers = dict(model.named_buffers())
     params = {name: value.detach() for name, value in model.named_parameters()}
-
-    def losses(params, x):
-        return (functional_call(model, (params, buffers), (x,)) ** 2).mean(0)
-
+    losses = lambda params, x: (functional_call(model, (params, buffers), (x,)) ** 2).mean(0)
     return losses, params
 
 
@@ -600,10 +597,7 @@ def test_compiled_ops_have_the_reference_dtype(part, dtype):
     ops = {name: op for op, name in CASES[part::4] if name != "pad"}
     # What comes in has the dtype that must change, or must not.
     given = {name: torch.float32 if name in HALF else dtype for name in ops}
-
-    def f(x):
-        return {name: op(x.to(given[name])) for name, op in ops.items()}
-
+    f = lambda x: {name: op(x.to(given[name])) for name, op in ops.items()}
     # In turns, since the ops of one table pass through the same lines.
     road = vmap(autocast(f, dtype)) if part > 1 else autocast(f, dtype)
     found = torch.compile(road, fullgraph=True, backend="aot_eager")(draw(1, 4, 4) if part > 1 else draw(4, 4))
@@ -646,10 +640,7 @@ def test_every_operator_has_one_dtype_eager_compiled_and_vmapped(given, dtype):
     torch.compiler.reset()
     given = dtype if given == "half" else torch.float32
     others = {"tensor": draw(4, 4, key=1).to(given), "number": 2.5}
-
-    def f(x):
-        return {name: op(x, others[kind]) for name, (op, kind, _) in OPERATORS.items()}
-
+    f = lambda x: {name: op(x, others[kind]) for name, (op, kind, _) in OPERATORS.items()}
     x = draw(4, 4).to(given)
     expected = {SAME: given, WIDER: torch.float32, LOWER: dtype}
     eager = autocast(f, dtype)(x)

@@ -116,12 +116,8 @@ FUNCTIONS = {
 JVP = ["two inputs", "in float32", "in float16"]
 
 
-def total(f):
-    return lambda x, w: (f(x, w).float() ** 2).sum()
-
-
-def under_vmap(road):
-    return lambda f: lambda x, w: vmap(road(f), in_dims=(0, None))(x[None], w)[0]
+total = lambda f: lambda x, w: (f(x, w).float() ** 2).sum()
+under_vmap = lambda road: lambda f: lambda x, w: vmap(road(f), in_dims=(0, None))(x[None], w)[0]
 
 
 REVERSE = {

@@ -19,12 +19,8 @@ SHARED, BIASES = numbers(2, 3, 2, seed=6), numbers(3, 4, seed=5)
 MASK = torch.ones(3, 3, dtype=torch.bool).tril()
 
 
-def linear(p, x, y):
-    return F.linear(x, p["w"], p["b"])
-
-
-def heads(p, x):
-    return linear(p, x, None).reshape(3, 2, 2).transpose(0, 1)
+linear = lambda p, x, y: F.linear(x, p["w"], p["b"])
+heads = lambda p, x: linear(p, x, None).reshape(3, 2, 2).transpose(0, 1)
 
 
 def attention(p, x, *how):
@@ -41,8 +37,7 @@ def by_keywords_behind_masks(p, x):
     return F.scaled_dot_product_attention(query=q, key=q.cos(), value=q, attn_mask=mask)
 
 
-def entropy(p, x, y, **how):
-    return F.cross_entropy(linear(p, x, y), y, **how)
+entropy = lambda p, x, y, **how: F.cross_entropy(linear(p, x, y), y, **how)
 
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"

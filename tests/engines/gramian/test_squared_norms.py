@@ -54,10 +54,7 @@ def test_norms_in_float32_are_right_to_one_in_a_million(name, kind, monkeypatch)
 
 def test_an_embedding_that_is_the_output_layer_too_needs_no_rows():
     params = {"table": numbers(512, 16)}
-
-    def loss(p, tokens):
-        return torch.tanh(F.linear(F.embedding(tokens, p["table"]).tanh(), p["table"])).square().mean()
-
+    loss = lambda p, tokens: torch.tanh(F.linear(F.embedding(tokens, p["table"]).tanh(), p["table"])).square().mean()
     case = Case(params, per_example(loss), (torch.randint(512, (6, 3), generator=torch.Generator().manual_seed(0)),))
     value = lambda p, i: case.losses.loss(p, case.args[0][i])
     rows = torch.cat([torch.func.grad(value)(params, i)["table"].reshape(1, -1) for i in range(6)])
