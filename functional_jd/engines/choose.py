@@ -157,9 +157,7 @@ def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
 
 
 def _rows_at_once(point: "Vjp", room: _Room) -> float:
-    """How many rows go at once. The graph of plain autograd is walked as far as it can matter: that takes time in every
-    step.
-    """
+    """How many rows go at once. The graph of plain autograd is walked as far as it can matter, in every step."""
     if not point.inputs and not point.sizes:
         return inf
     if point.sizes:

@@ -191,9 +191,7 @@ def _products_fn(
     scale: ScaleState | Tensor | None,
     named: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[..., FoundProducts]:
-    """A function that returns inner products, losses, and the pullback. `named` wraps both functions in one of the
-    public function, whose name errors take.
-    """
+    """A function that returns inner products, losses, and the pullback, both `named` as the public function."""
     check_losses(losses, argnums, has_aux)
     factor = None if scale is None else multiplier(scale)
 

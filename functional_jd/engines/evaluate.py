@@ -18,9 +18,7 @@ from functional_jd.torch_compat.watching import WatchingMode, watched
 
 
 def is_differentiable(values: Any) -> bool:
-    """Whether a derivative through this pytree may be taken: under a transform, or as a tensor requires
-    grad.
-    """
+    """Whether a derivative through this pytree may be taken: under a transform, or as a tensor requires grad."""
     if under_transform():
         return True
     if torch.is_grad_enabled():

@@ -48,7 +48,9 @@ class ModuleParts:
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
         self.attributes = [vars(part) for part in ordinary]
         self.contents = [(part, _contents(part)) for part in ordinary]
-        self.are_torchs = all(map(_is_torchs, parts.values()))
+        functions = [x.__module__ for part in parts.values() for x in vars(part).values() if callable(x)]
+        layers = all(type(part).__module__.startswith("torch.nn.modules.") for part in parts.values())
+        self.are_torchs = layers and all(str(name).startswith("torch.") for name in functions)
         self.buffers = [
             (part, home, set(home), {name for name, x in home.items() if x is not None})
             for part in ordinary
@@ -93,12 +95,6 @@ class ModuleParts:
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:
     parameters, _ = module_tensors(part)
     return len(parameters), tuple(part._modules.values())  # pyright: ignore[reportPrivateUsage]
-
-
-def _is_torchs(part: nn.Module) -> bool:
-    """Whether a part is a layer of torch, which calls functions of torch alone."""
-    names = [type(part).__module__, *(str(f.__module__) for f in vars(part).values() if callable(f))]
-    return names[0].startswith("torch.nn.modules.") and all(x.startswith("torch.") for x in names)
 
 
 def _take_back(part: nn.Module, name: str, registered: bool) -> None:

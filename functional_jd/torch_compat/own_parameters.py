@@ -50,9 +50,7 @@ class UsedParameters(TorchFunctionMode):
         return result
 
     def found(self, outputs: Iterable[Tensor]) -> list[str]:
-        """The names of those that were used, and of those that the graph of these outputs reaches: a mode does not see
-        what scripted layers do.
-        """
+        """The names of those that were used, or that the graph of these outputs reaches, as in scripted layers."""
         leaves = leaves_behind((innermost(x).grad_fn for x in outputs), self.ends)
         return self.used + [self.names[x] for x in leaves if x in self.names]
 

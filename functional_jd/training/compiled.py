@@ -86,18 +86,17 @@ class Compiled:
             return self.f(*args, **kwargs)
         first, of_first, kinds = self._flat(args[:1])
         rest, of_rest = tree_flatten((args[1:], kwargs))
-        given = first + rest
-        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+        tensors = [leaf for leaf in first + rest if isinstance(leaf, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
         key: Any = of_first, of_rest, _ambient(tensors[:1] if self.donate else tensors), kinds, *map(_kind, rest)
         graph = self.graphs.get(key)
         while graph is not None and (modes := tuple([x.training for x in graph.modules])) != graph.modes:
             key = (*key, modes)
             graph = self.graphs.get(key)
         if graph is None or transform_level() != _NO_TRANSFORM or graphs.function_modes():
-            _check((args, kwargs), given)
+            _check((args, kwargs), first + rest)
         if graph is None:
             with _COMPILING:
-                structure = tree_flatten((args, kwargs))[1]
+                given, structure = tree_flatten((args, kwargs))
                 graph = self.graphs.get(key) or copy_context().run(self._written, given, structure, tensors)
                 self.graphs[key] = graph
                 if len(self.graphs) == _MANY:
