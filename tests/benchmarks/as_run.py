@@ -42,7 +42,7 @@ def races_of(table: str, toy: bool = False) -> list[Race]:
         forms = tuple(dict.fromkeys(["ours", *(goal.ours for goal in judged), *written]))
         called = size if precision == "float32" else f"{size} {precision}"
         build = partial(_sides, table, make, precision, forms)
-        races.append(Race(table, name, called, build, judged, _APART[precision], ("JD", "ours")))
+        races.append(Race(table, name, called, build, judged, _APART[precision]))
     return races
 
 

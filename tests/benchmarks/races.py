@@ -17,6 +17,7 @@ _TOLERANCE = 1e-3
 _SAMPLE = 1e-3
 # What takes seconds still gets so many rounds: without them there are no quartiles.
 FEWEST = 3
+_WEIGHED = ("JD", "ours")
 _MOST = 200
 # A round that takes longer is worth a look for garbage: gigabytes of the peer's graphs would pile up otherwise.
 _HEAVY = 0.2
@@ -49,7 +50,6 @@ class Race(NamedTuple):
     build: Callable[[], dict[str, Side]]
     goals: tuple[Goal, ...] = ()
     tolerance: float = _TOLERANCE
-    weighed: tuple[str, ...] | None = None  # whose memory is measured; `None`: everybody's
 
 
 class Figure(NamedTuple):
@@ -84,8 +84,7 @@ def run(race: Race, seconds: float) -> Standing:
     rounds, times = _timed([side.call for side in sides.values()], seconds)
     columns = dict(zip(sides, times, strict=True))
     medians = {name: statistics.median(column) for name, column in columns.items()}
-    weighed = [name for name in sides if race.weighed is None or name in race.weighed]
-    memory = {name: peak_memory(sides[name].call) for name in weighed}
+    memory = {name: peak_memory(sides[name].call) for name in _WEIGHED if name in sides}
     figures = [_judged(goal, columns) for goal in race.goals]
     ratios = {
         f"{name}/{other}": _ratio(columns[name], columns[other])

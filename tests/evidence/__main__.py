@@ -32,16 +32,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("problems", nargs="*", help=f"some of {', '.join(PROBLEMS)}")
     parser.add_argument("--quick", action="store_true", help="two problems, few steps: stores nothing")
     parser.add_argument("--page", action="store_true", help="only write the page from what is stored")
-    parser.add_argument("--methods", nargs="+", default=[], help="only these, such as upgrad or peer_upgrad")
+    known = sorted({method for _, method in queue()})
+    parser.add_argument("--methods", nargs="+", choices=known, default=[], metavar="METHOD", help="such as peer_upgrad")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="train no longer than this")
     given = parser.parse_args(arguments)
     for name in given.problems:
         if name not in PROBLEMS:
             parser.error(f"expected some of {', '.join(PROBLEMS)}, found {name!r}")
-    known = {method for _, method in queue()}
-    for method in given.methods:
-        if method not in known:
-            parser.error(f"expected some of {', '.join(sorted(known))}, found {method!r}")
     torch.set_num_threads(1)  # networks this small gain nothing from more
     if given.quick:
         quick()
