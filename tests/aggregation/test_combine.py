@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch._dynamo
-from bounds import check_same
+from bounds import check_same, check_within, eps
 
 import functional_jd as jd
 from functional_jd.aggregation import AffineWeights, combine
@@ -28,16 +28,14 @@ def test_weights_of_all_dimensions_broadcast_as_in_torch(shape):
     for index, own in enumerate(sorted(fitting(shape))):
         weights = numbers(own, 1 + index)
         found = combine({"w": leaf}, {"w": weights})["w"]
-        bound = 8 * torch.finfo(torch.float64).eps * (leaf * weights).abs().sum(0)
-        assert ((found - (leaf * weights).sum(0)).abs() <= bound).all(), own
+        check_within(found, (leaf * weights).sum(0), 8 * eps() * (leaf * weights).abs().sum(0))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_number_for_each_row_weighs_rows_also_where_another_axis_is_as_long(shape):
     leaf, weights = numbers(shape), numbers(shape[:1], 1)
-    expected = sum(w * row for w, row in zip(weights, leaf, strict=True))
-    bound = 8 * torch.finfo(torch.float64).eps * sum((w * row).abs() for w, row in zip(weights, leaf, strict=True))
-    assert ((combine({"w": leaf}, {"w": weights})["w"] - expected).abs() <= bound).all()
+    terms = [w * row for w, row in zip(weights, leaf, strict=True)]
+    check_within(combine({"w": leaf}, {"w": weights})["w"], sum(terms), 8 * eps() * sum(map(torch.abs, terms)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

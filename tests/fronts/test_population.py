@@ -17,19 +17,12 @@ def starts(k=4, n=3, seed=0):
     return torch.randn(k, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def lagging(losses):
-    return losses - losses.amin(0) + 0.1
-
-
-def by_norms(seen):
-    gramians, losses = seen
-    return losses / gramians.diagonal(dim1=-2, dim2=-1).sum(0).sqrt()
-
-
 POPULATIONS = {
-    "losses": Population(views.losses, lagging),
+    "losses": Population(views.losses, lambda losses: losses - losses.amin(0) + 0.1),
     "gramian": Population(views.gramian, lambda gramians: gramians.sum(-1) / gramians.amax()),
-    "gramian and losses": Population(views.gramian_and_losses, by_norms),
+    "gramian and losses": Population(
+        views.gramian_and_losses, lambda seen: seen[1] / seen[0].diagonal(dim1=-2, dim2=-1).sum(0).sqrt()
+    ),
     "jacobian": Population(views.full_jacobian, lambda J: J.sum(0).square().sum(-1) + J.square().sum(-1)),
     "hypervolume_gradient": hypervolume_gradient([20.0, 20.0]),
 }
