@@ -75,7 +75,7 @@ def kinds(tree):
 
 
 @given(nested)
-def test_leaves_come_in_sorted_order_and_go_back_where_they_were(tree):
+def test_leaves_come_in_sorted_order_with_their_names_and_go_back_where_they_were(tree):
     leaves, structure = trees.tree_flatten(tree)
     expected = [x for _, x in in_order(tree)]
     assert len(leaves) == len(expected)
@@ -84,20 +84,11 @@ def test_leaves_come_in_sorted_order_and_go_back_where_they_were(tree):
     again = trees.tree_unflatten(structure, leaves)
     assert kinds(again) == kinds(tree)
     assert all(x is y for (_, x), (_, y) in zip(in_order(again), in_order(tree), strict=True))
-
-
-@given(nested)
-def test_map_acts_leaf_by_leaf_and_keeps_the_kinds(tree):
+    assert trees.tree_names(tree) == [".".join(path) or "value" for path, _ in in_order(tree)]
     mapped = trees.tree_map(lambda x, y: 2 * x + y, tree, trees.tree_map(lambda x: x * x, tree))
     assert kinds(mapped) == kinds(tree)
     for (_, x), (_, y) in zip(in_order(tree), in_order(mapped), strict=True):
         assert y == 2 * x + x * x
-
-
-@given(nested)
-def test_names_match_the_leaves(tree):
-    names = trees.tree_names(tree)
-    assert names == [".".join(path) or "value" for path, _ in in_order(tree)]
 
 
 class Registered(NamedTuple):
@@ -212,6 +203,7 @@ def test_the_order_of_keys_is_kept_and_makes_no_other_structure():
 
 
 def test_what_is_no_container_is_a_leaf():
+    assert not trees.any_sharded([ONE, torch.nn.Parameter(ONE), 2.0])
     assert trees.tree_names(torch.ones(1)) == ["value"]
     assert trees.tree_leaves(None) == []
     mixed = {"b": None, 1: torch.ones(2), "a": [None, ONE]}  # keys that Python does not sort
@@ -246,24 +238,19 @@ def test_flattening_composes_with_transforms():
     torch.compiler.reset()
 
 
-def test_plain_leaves_are_not_sharded():
-    leaf = torch.ones(2, 3)
-    assert not trees.any_sharded([leaf, torch.nn.Parameter(leaf), 2.0])
-
-
 def test_floating_leaves_are_the_leaves_or_a_named_mistake():
     params = {"b": torch.ones(2).half(), "a": [torch.zeros(()).double()]}
     leaves, structure = trees.floating_leaves(params)
     assert [x.dtype for x in leaves] == [torch.float64, torch.float16]
     assert trees.tree_unflatten(structure, leaves)["b"] is params["b"]
-    with pytest.raises(TypeError, match=r"all leaves must be.*found torch.int64 .* in 'n.0'.*further arguments"):
-        trees.floating_leaves({**params, "n": [torch.tensor(1)]})
-    with pytest.raises(TypeError, match=r"found torch.complex64 .* in 'c'"):
-        trees.floating_leaves({"c": torch.ones(1) + 1j})
-    with pytest.raises(TypeError, match="found 'relu' in 's'"):
-        trees.floating_leaves({"s": "relu"})
-    with pytest.raises(ValueError, match="expected at least one parameter tensor, found an empty tree"):
-        trees.floating_leaves([{}, ()])
+    for wrong, error, words in (
+        ({**params, "n": [torch.tensor(1)]}, TypeError, "all leaves .* torch.int64 .* in 'n.0'.*further arguments"),
+        ({"c": torch.ones(1) + 1j}, TypeError, "found torch.complex64 .* in 'c'"),
+        ({"s": "relu"}, TypeError, "found 'relu' in 's'"),
+        ([{}, ()], ValueError, "expected at least one parameter tensor, found an empty tree"),
+    ):
+        with pytest.raises(error, match=words):
+            trees.floating_leaves(wrong)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), None])
