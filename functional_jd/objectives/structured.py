@@ -114,6 +114,9 @@ class Multitask(Declared):
         shared, heads = self.split(params)
         return self.heads(heads, self.features(shared, *args), *args)
 
+    def shared(self, params: Params) -> Tree:
+        return self.split(params)[0]
+
     def split(self, params: Params) -> tuple[Tree, Tree]:
         if not isinstance(params, dict) or params.keys() != {"shared", "heads"}:
             found = sorted(params) if isinstance(params, dict) else type(params).__name__

@@ -355,7 +355,7 @@ MULTITASK = Kind(
     gramian,
     weighted,
     features,
-    row_params=lambda losses, params: losses.split(params)[0],
+    row_params=Multitask.shared,
     # A head is mostly a weight and a bias: half of the leaves of the heads, at least four.
     expected_m=lambda _losses, _batch, others: max(4, others // 2),
     carrying=_carrying,
