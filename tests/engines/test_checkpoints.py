@@ -107,12 +107,8 @@ def in_precision(f, precision):
     return native if precision.startswith("native") else f
 
 
-def batch_losses(f):
-    return lambda params, x: f(params, x).float().square().mean((0, 1)) * SLOPES
-
-
-def example_loss(f):
-    return lambda params, x: f(params, x[None]).float().square().mean() * SLOPES[0]
+batch_losses = lambda f: lambda params, x: f(params, x).float().square().mean((0, 1)) * SLOPES
+example_loss = lambda f: lambda params, x: f(params, x[None]).float().square().mean() * SLOPES[0]
 
 
 def flat(tree):

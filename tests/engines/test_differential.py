@@ -54,8 +54,7 @@ MAKE = KINDS | {"by_sets": by_sets}
 FEW = ["mlp", "tied", "encoder", "batch_norm_eval", "scalars", "masked"]
 
 
-def has(name, kind):
-    return name in FEW if kind == "by_sets" else ALL[name]().single or kind != "by_example"
+has = lambda name, kind: name in FEW if kind == "by_sets" else ALL[name]().single or kind != "by_example"
 
 
 CASES = [(name, kind) for name in ALL for kind in MAKE if has(name, kind)]

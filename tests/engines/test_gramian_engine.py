@@ -16,9 +16,6 @@ from functional_jd.engines.gramian import products
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
-# Networks at random
-
-
 @given(
     dims=st.integers(1, 3),
     kernel=st.integers(1, 3),
@@ -60,9 +57,6 @@ def test_convolutions_of_every_make(dims, kernel, stride, padding, dilation, gro
         agree(found(case), expectation(case))
 
 
-# What taps must not overlook
-
-
 def counted(params, x):
     return F.embedding(torch.tensor([[0], [1], [1], [1]]), params["w"], scale_grad_by_freq=True)[: len(x), 0] * x
 
@@ -93,9 +87,6 @@ def test_a_source_changed_in_place_is_an_error_as_in_autograd():
         found(case)
 
 
-# Leanness
-
-
 @pytest.mark.parametrize("take", [gramian_fn, squared_norms_fn])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_known_layers_are_never_formed(kind, take):
@@ -112,9 +103,6 @@ def test_rows_are_formed_where_inner_products_of_factors_would_cost_more():
     with Largest() as largest:
         agree(found(case, WEIGHTS[:2]), expectation(case, WEIGHTS[:2]))
     assert largest.numel < 200 * 200
-
-
-# Overflow
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,9 +154,6 @@ def test_heads_that_are_not_finite_spoil_all_rows():
     assert pullback(torch.ones(2))[1].tolist() == [False, True]
 
 
-# Structure
-
-
 @pytest.mark.parametrize(("argnums", "order"), [(1, [1]), (-1, [1]), ((0, 1), [0, 1]), ((1, 0), [1, 0])])
 def test_any_arguments_can_be_differentiated(argnums, order):
     given = (numbers(3, 3), numbers(4, 3, seed=1))
@@ -200,9 +185,6 @@ def test_what_was_unscaled_is_at_least_float32(kind, known):
     check_within(direction, total, eps(torch.float16) * total.abs())
     square = 3 * tiny**2 * (x.double() @ x.double().mT)
     check_within(gramian, square, eps(torch.float16) * square.abs())
-
-
-# What changes in place, or shares its memory
 
 
 def agrees(case, *how):

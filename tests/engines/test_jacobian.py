@@ -38,9 +38,6 @@ def jacobian_of(losses, params, *args):
     return [*rows[heads:], *[r.sum(0) for r in rows[:heads]]]
 
 
-# The numbers
-
-
 @every_mode
 @every_kind
 def test_rows_whose_scale_is_infinite_are_zeros_with_a_flag(kind, mode):
@@ -184,9 +181,6 @@ def test_random_networks_of_random_structure_equal_the_loop(data):
         unscaled, _, finite = jacobian_fn(losses, mode=mode, chunk_size=chunk_size, scale=scale)(params, x)
         same_unscaled(unscaled, expected)
         assert finite.all()
-
-
-# Purity
 
 
 def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
@@ -391,9 +385,6 @@ def test_compiles_whatever_is_around_or_inside(name, backend):
         case = case_of(name, "plain" if name == "layer_norm" else "by_example")
         args, f = (case.params, *case.args), jacobian_fn(case.losses)
     same(torch.compile(f, fullgraph=True, backend=backend)(*args), leaves(f(*args)))
-
-
-# Mistakes
 
 
 W = torch.ones(3)

@@ -213,9 +213,6 @@ def test_memory_layout_does_not_matter(optimizer):
     assert_close(run(optimizer, both(strided), contiguous)[0], expected, roundings=8)
 
 
-# --- Pure
-
-
 @every_optimizer
 def test_updates_are_pure_and_match_dicts_by_key(optimizer):
     params, direction = tree(0), tree(1)

@@ -33,12 +33,8 @@ def energy(x, params, unit):
     return unit * ((x @ params["w"]).square() @ params["v"]).square().mean()
 
 
-def low(tree):
-    return {name: leaf.float() for name, leaf in tree.items()}
-
-
-def bound(expected, roundings):
-    return roundings * eps(torch.float16) / 2 * expected
+low = lambda tree: {name: leaf.float() for name, leaf in tree.items()}
+bound = lambda expected, roundings: roundings * eps(torch.float16) / 2 * expected
 
 
 @pytest.mark.parametrize("unit", UNITS)
