@@ -71,7 +71,7 @@ def largest_gradient(outputs: list[Tensor], inputs: Sequence[Tensor], enough: fl
 
 
 def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor], enough: float = inf) -> int:
-    """The most elements of a shape that is no input's and no transpose's, or the first number above `enough`."""
+    """The most elements of a shape, those of inputs and their transposes left out, or the first above `enough`."""
     ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
     largest = 0
     for shape in shapes:
