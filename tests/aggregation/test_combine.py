@@ -48,10 +48,7 @@ def test_weights_of_other_shapes_are_refused_by_the_name_of_their_leaf(shape):
 
 
 def test_a_rule_that_returns_a_direction_is_told_so():
-    def sums(jacobian):
-        return {name: leaf.sum(0) for name, leaf in jacobian.items()}
-
-    rule = jd.stateless(jd.views.full_jacobian, sums)
+    rule = jd.stateless(jd.views.full_jacobian, lambda J: {name: leaf.sum(0) for name, leaf in J.items()})
     for shape in ((2, 3, 4), (2, 2, 2), (2, 3), (2,)):
         with pytest.raises(ValueError, match=r"aggregate: .*A rule returns weights, and no direction\."):
             jd.aggregate(rule, {"w": numbers(shape)})
@@ -68,10 +65,7 @@ def test_the_rest_has_the_shape_of_the_direction(rest):
 
 def test_transforms_keep_what_weights_by_entry_mean():
     leaf, weights = numbers((2, 2, 4)), numbers((2, 1, 4), 1)
-
-    def weighted(leaf, weights):
-        return combine({"w": leaf}, {"w": weights})["w"]
-
+    weighted = lambda leaf, weights: combine({"w": leaf}, {"w": weights})["w"]
     batch = numbers((5, 2, 2, 4), 2)
     found = torch.vmap(weighted, (0, None))(batch, weights)
     check_same(found, (batch * weights).sum(1))

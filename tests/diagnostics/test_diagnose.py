@@ -144,15 +144,10 @@ def test_jacobian_and_gramian_weights_and_direction_agree():
 
 
 def test_what_the_engines_return_is_taken():
-    def features(shared, x):
-        return torch.tanh(x @ shared)
-
-    def heads(p, z, x):
-        return {"right": (z @ p).square().mean(), "left": (z @ p).mean()}
-
+    heads = lambda p, z, x: {"right": (z @ p).square().mean(), "left": (z @ p).mean()}
+    losses = jd.multitask(lambda shared, x: torch.tanh(x @ shared), heads)
     params = {"shared": random_rows(4, 3), "heads": random_rows(3, 2, seed=1)}
     x = random_rows(6, 4, seed=2)
-    losses = jd.multitask(features, heads)
     jacobian, values = jd.jacobian_fn(losses)(params, x)
     assert isinstance(jacobian, MultitaskJacobian)
     expected = diagnose(jacobian.shared)

@@ -90,10 +90,7 @@ def test_under_transforms(h):
     swept = torch.vmap(weights, in_dims=(None, None, 0))(G[0], L[0], repulsions)
     torch.testing.assert_close(swept, torch.stack([weights(G[0], L[0], float(r)) for r in repulsions]))
     inputs = [x.clone().requires_grad_() for x in (G[0], L[0], repulsions[2])]
-
-    def of_symmetric(G, L, repulsion):
-        return weights((G + G.mT) / 2, L, repulsion)
-
+    of_symmetric = lambda G, *others: weights((G + G.mT) / 2, *others)
     assert gradcheck(of_symmetric, inputs, check_forward_ad=True)
     width = torch.tensor(0.3).double().requires_grad_()
     assert gradcheck(lambda h: moo_svgd(1.0, h).weigh((G[0], L[0])), width, check_forward_ad=True)

@@ -87,13 +87,8 @@ def test_a_batch_is_solved_as_each_alone(solver):
 
 def test_derivatives_of_the_vertex():
     objectives, rows, limits = map(torch.tensor, program(3, 4, 6))
-    objectives = objectives.abs() + 0.1
-
-    def vertex(rows, limits):
-        return linear_program(objectives, rows, limits)
-
-    x = vertex(rows, limits)
-    assert (x > 1e-3).sum() >= 2
+    vertex = lambda rows, limits: linear_program(objectives.abs() + 0.1, rows, limits)
+    assert (vertex(rows, limits) > 1e-3).sum() >= 2
     inputs = rows.requires_grad_(), limits.requires_grad_()
     assert torch.autograd.gradcheck(vertex, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(vertex, inputs)
