@@ -13,6 +13,8 @@ _copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given:
 
 # Leaves of up to so many elements are looked at together; on an accelerator all, if they have no more together: 4 MB.
 _SMALL, _SMALL_ELSEWHERE = 1 << 10, 1 << 20
+# Of these, a product with 1 is a copy: a NaN may become another one.
+_COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32}
 # Tensors of up to so many elements are joined for one `torch.where`.
 _CHOSEN = 1 << 14
 
@@ -56,6 +58,10 @@ def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
 
 def copy_each(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copy into many tensors: one launch for all of a dtype and a layout."""
+    alike = len({(x.dtype, x.device) for x in (*to, *given)}) == 1 and not any(x.requires_grad for x in given)
+    if alike and [*map(Tensor.stride, to)] == [*map(Tensor.stride, given)]:
+        _copy_each(list(to), list(given))
+        return
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, x in zip(to, given, strict=True):
         if x.requires_grad:
@@ -70,12 +76,15 @@ def copy_each(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 def clone_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, detached."""
+    """Copies, detached: on an accelerator by one call for each dtype, as one for each tensor takes the host long."""
     if not _few_launches(tensors):
-        return [x.detach().clone() for x in tensors]
-    copies = list(map(torch.empty_like, tensors))
-    copy_each(copies, [x.detach() for x in tensors])
-    return copies
+        return [(x.detach() if x.requires_grad else x).clone() for x in tensors]
+    copies: dict[int, Tensor] = {}
+    for dtype in {x.dtype for x in tensors}:
+        places = [index for index, x in enumerate(tensors) if x.dtype is dtype]
+        own = [tensors[index] for index in places]
+        copies |= dict(zip(places, _times(own, 1) if dtype in _COPIED else map(torch.clone, own), strict=True))
+    return [copies[index] for index in range(len(tensors))]
 
 
 def where_each(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
