@@ -18,8 +18,8 @@ from functional_jd.torch_compat.torch_internals import under_transform
 _CACHED, _CACHED_ELSEWHERE = 1 << 17, 1 << 25
 # From so many rows on, computing one off-diagonal block instead of both is faster on a CPU than the full product.
 HALVE_FROM = 128
-# On an accelerator, rows of so many elements are joined, so that one launch serves several leaves: 16 MB.
-_JOINED_ELSEWHERE = 1 << 22
+# On an accelerator, rows of so many elements are joined, so that one launch serves several leaves: 64 MB.
+_JOINED_ELSEWHERE = 1 << 24
 # Of many rows, a block has at least so many columns, and twice as many as rows: where the m^2 results leave the cache,
 # putting together and adding up those of narrow blocks costs more than the products. At m = 1500 and n = 2273, blocks
 # of 1024 columns take twice as long.
