@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from functional_jd.core.arguments import check_flag, check_function
+from functional_jd.distributed.gathering import Gathers
 from functional_jd.objectives import Sharded
 
 
@@ -52,4 +53,4 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
             "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
         )
     check_flag("reshard", reshard)
-    return Sharded(losses, mesh, reshard)
+    return Sharded(losses, mesh, reshard, Gathers)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +21,16 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import Declared, Losses, Params, Tree
-from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Leaf, not_gathered_here
 from functional_jd.objectives.structured import ExampleSets, PerExample
 from functional_jd.torch_compat.callers import here
+
+
+class Leaf(NamedTuple):
+    """A leaf of the parameters: this rank's shard of it, the leaf that tells its layout, and its name."""
+
+    shard: Tensor
+    like: Any
+    name: str
 
 
 @dataclass(frozen=True)
@@ -33,25 +40,28 @@ class Sharded(Declared):
     losses: Callable[..., Any]  # of whole parameters
     mesh: Any  # over which the batch is split; None if the losses compute with `DTensor` leaves themselves
     reshard: bool = False  # whether what the backward pass needs of gathered leaves is gathered again
+    gathering: Callable[..., Any] | None = None  # the `Gathers` of a mesh
 
     def each(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
         inner = self.losses.each(wrap) if isinstance(self.losses, Declared) else wrap(self.losses)
         return replace(self, losses=inner)
 
+    def gathers(self, starting: bool = False, rule: Any = None, reshard: bool = False) -> Any:
+        """What gathers the leaves of one evaluation; None without a mesh."""
+        return None if self.gathering is None else self.gathering(self.mesh, starting, rule, reshard)
+
     def __call__(self, params: Params, *batch: Any) -> Losses:
         floating_leaves(params)
         if isinstance(self.losses, PerExample | ExampleSets):
             raise no_sharded_form("per_example losses")
-        gathers = Gathers(self.mesh, False)
-        return self.of_shards(lambda losses, chosen, enter: enter(losses, chosen), [params], gathers)(
-            shards_of(params), *batch
-        )
+        of_shards = self.of_shards(lambda losses, chosen, enter: enter(losses, chosen), [params], self.gathers())
+        return of_shards(shards_of(params), *batch)
 
     def of_shards(
         self,
         over_shards: Callable[..., Any],
         likes: Sequence[Tree],
-        gathers: Gathers,
+        gathers: Any,
         *,
         has_aux: bool = False,
         at: Sequence[int] = (0,),
@@ -68,7 +78,7 @@ class Sharded(Declared):
             given = dict(zip(at, likes, strict=True))
 
             def of_shards(*args: Any) -> Any:
-                hooks = gathers.saving_shards() if gathers.reshard else nullcontext()
+                hooks = gathers.saving_shards() if gathers is not None and gathers.reshard else nullcontext()
                 with hooks, _told_of_mixed_leaves():
                     whole = [
                         self.entered(arg, given.get(k), prefix if k in given else f"argument {k}.", gathers)
@@ -85,7 +95,7 @@ class Sharded(Declared):
 
         return over_shards(self.losses, likes, enter)
 
-    def entered(self, tree: Tree, likes: Tree | None, prefix: str, gathers: Gathers) -> Tree:
+    def entered(self, tree: Tree, likes: Tree | None, prefix: str, gathers: Any) -> Tree:
         """An argument as the losses take it, from this rank's shards and the leaves with their layouts; `likes` is None
         for a constant, such as a frozen base. A prefix comes before the names of the leaves.
         """
@@ -106,12 +116,11 @@ class Sharded(Declared):
                     f"{here()}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
                     f"{like.device_mesh}. Distribute them with the same mesh."
                 )
-            leaf = Leaf(shard_of(shard).detach() if constant else shard, like, name)
-            return GatheredWhereUsed.of(leaf, gathers) if gathers.reshard else gathers.gathered(leaf)
+            return gathers.entered(Leaf(shard_of(shard).detach() if constant else shard, like, name))
 
         return tree_map(enter, likes, tree)
 
-    def common(self, values: Losses, gathers: Gathers) -> Losses:
+    def common(self, values: Losses, gathers: Any) -> Losses:
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""
         leaves, structure = tree_flatten(values)
         if self.mesh is None:
@@ -137,6 +146,14 @@ def no_sharded_form(found: str, cure: str = "") -> ValueError:
     return ValueError(
         f"{here()}: expected losses whose rows are equal objectives on all ranks, for sharded parameters, found "
         f"{found}. Pass a plain function{cure}."
+    )
+
+
+def not_gathered_here(found: str) -> ValueError:
+    """The error of losses that need a leaf whole for longer than one function takes."""
+    return ValueError(
+        f"sharded: expected losses in which functions of torch take the parameters, found {found}: no function gathers "
+        "it there. Pass sharded(losses, mesh, reshard=False), which gathers each parameter once."
     )
 
 

@@ -21,7 +21,6 @@ from functional_jd.engines.row_vjps import gradients_one_by_one
 from functional_jd.engines.vjp import vjp
 from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.functional import noting_calls
-from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import leaves_behind, nodes_from
@@ -82,7 +81,7 @@ def check_learning(
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
-        Gathers(mesh, True).announce(without, mesh.device_type)
+        cast("Any", plan.losses).gathers(starting=True).announce(without, mesh.device_type)
     own = {_place(found[key]) for key in found.keys() - set(map(id, points)) if found[key].numel()} - {None}
     for name, x in named.items():
         if id(x) in found and _place(x) in own:

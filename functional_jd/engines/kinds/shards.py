@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted,
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import CarryingLosses, Extras
-from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import Sharded, no_sharded_form
 from functional_jd.torch_compat.callers import SlowPathWarning, here, user_level
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -59,7 +59,8 @@ def _jacobian(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundJaco
             stacklevel=user_level(),
         )
     found, values, aux = inner.jacobian(opened, args, plan)
-    gathers.announce("has all rows", tree_leaves(values)[0].device)
+    if gathers is not None:
+        gathers.announce("has all rows", tree_leaves(values)[0].device)
     rows, heads = split_heads(found)
     own = tree_sharded_as(heads, (chosen["heads"],) if heads else ())
     return with_heads(tree_sharded_as(rows, inner.row_params(losses.losses, chosen), 1), own), values, aux
@@ -80,7 +81,7 @@ def _weighted(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundWeig
     return values, aux, pullback
 
 
-def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, Args, Plan, Gathers]:
+def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, Args, Plan, Any]:
     """The losses as a function of shards, the arguments with shards in them, how to differentiate, and the notes
     of gathered names.
     """
@@ -95,8 +96,7 @@ def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, 
     at = [position % len(args) for position in ([argnums] if isinstance(argnums, int) else argnums)]
     for position in at:
         floating_leaves(args[position])
-    starting, reshard = plan.starting and losses.mesh is not None, losses.reshard and not plan.differentiable
-    gathers = Gathers(losses.mesh, starting, plan.rule, reshard)
+    gathers = losses.gathers(plan.starting, plan.rule, losses.reshard and not plan.differentiable)
     likes = [args[position] for position in at]
     found = losses.of_shards(_form(inner, losses), likes, gathers, has_aux=plan.has_aux, at=at)
     opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
@@ -111,16 +111,16 @@ def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> Carr
         extras = extras._replace(rank=place, ranks=losses.mesh.size())
     own = inner.carrying(losses.losses, batch, extras)
     if losses.mesh is None:
-        return own._replace(losses=Sharded(own.losses, None))
+        return own._replace(losses=replace(losses, losses=own.losses))
 
     def pooled(leaf: Tensor) -> Tensor:
         return over_mesh("mean" if leaf.is_floating_point() else "first", leaf, losses.mesh)
 
     next_buffers = lambda found: tree_map(pooled, own.next_buffers(found))
-    return CarryingLosses(Sharded(own.losses, losses.mesh, losses.reshard), own.args, next_buffers)
+    return CarryingLosses(replace(losses, losses=own.losses), own.args, next_buffers)
 
 
 def _sample(inner: Kind, losses: Sharded, args: Args) -> tuple[Any, Args]:
-    gathers = Gathers(losses.mesh, losses.mesh is not None, reshard=losses.reshard)
+    gathers = losses.gathers(starting=True, reshard=losses.reshard)
     opened = losses.of_shards(_form(inner, losses), [args[0]], gathers, has_aux=True)
     return opened, (shards_of(args[0]), *args[1:])

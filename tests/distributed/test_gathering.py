@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Leaf
+from functional_jd.distributed.gathering import GatheredWhereUsed, Gathers
+from functional_jd.objectives.over_shards import Leaf
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ ranks takes 9.7 n / R instead of 7.6, and 18.4 instead of 10.6 with vmap, as who
 
 import weakref
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,8 @@ from torch.autograd import Function
 from functional_jd.core.agreement import check_alike, description, means_if_alike
 from functional_jd.core.sharding import gathered, over_mesh, scattered
 from functional_jd.core.tree import tree_map
+from functional_jd.objectives.over_shards import Leaf, not_gathered_here
 from functional_jd.torch_compat.torch_internals import version
-
-
-class Leaf(NamedTuple):
-    """A leaf of the parameters: this rank's shard of it, the leaf that tells its layout, and its name."""
-
-    shard: Tensor
-    like: Any
-    name: str
 
 
 class Gathers:
@@ -43,6 +36,10 @@ class Gathers:
         self.mesh, self.starting, self.rule, self.reshard = mesh, starting, rule, reshard
         self.names: list[str] = []
         self.wholes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Leaf]] = {}
+
+    def entered(self, leaf: Leaf) -> Tensor:
+        """A leaf as the losses see it: gathered now, or by each function that takes it."""
+        return GatheredWhereUsed.of(leaf, self) if self.reshard else self.gathered(leaf)
 
     def gathered(self, leaf: Leaf) -> Tensor:
         self.names.append(leaf.name)
@@ -172,14 +169,6 @@ class _Entered(Function):
         leaf, gathers = ctx.entered
         gathers.announce(f"has a gradient of {leaf.name!r}", cotangents[0].device)
         return scattered(cotangents[0], leaf.like, gathers.mesh), None, None
-
-
-def not_gathered_here(found: str) -> ValueError:
-    """The error of losses that need a leaf whole for longer than one function takes."""
-    return ValueError(
-        f"sharded: expected losses in which functions of torch take the parameters, found {found}: no function gathers "
-        "it there. Pass sharded(losses, mesh, reshard=False), which gathers each parameter once."
-    )
 
 
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
