@@ -78,7 +78,7 @@ def weights_to_sum(
         pairs = {key: weights_to_sum(own, products[key], leaves) for key, own in weights.items()}
         return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
     by_row = isinstance(weights, Tensor) and weights.ndim == 1 and not weights.is_complex()
-    if not (by_row and isinstance(products, Tensor) and products.ndim == 2):
+    if not (by_row and isinstance(products, Tensor) and products.shape == 2 * weights.shape):
         return weights, weights
     dtypes = {leaf.dtype for leaf in leaves}
     if torch.float64 in dtypes:

@@ -18,7 +18,7 @@ from functional_jd.core.safe import nan_unless
 from functional_jd.core.sharding import is_sharded, meshes_of
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
-from functional_jd.engines.evaluate import check_losses, row_scales
+from functional_jd.engines.evaluate import check_losses, element_count, row_scales
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate, replicated
 from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows
@@ -115,11 +115,12 @@ def weights_and_memory(plan: Plan, seen: Observation, state: Tree, replicate: An
     found: Any
     with autocast_disabled():
         found, memory, *_ = weighed(plan, seen, remembered(plan, seen, state, replicate))
-    if not isinstance(found, Tensor):
-        entries = "Use step, or aggregate, for weights of single entries."
-        refuse("aggregator", "a rule that weights rows", found, entries, ValueError)
-    # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
     leaves = tree_leaves(seen.losses)
+    m = element_count(leaves)
+    if not isinstance(found, Tensor) or found.shape != (m,):
+        entries = "Use step, or aggregate, for weights of single entries."
+        refuse("aggregator", f"a rule that weights rows, {m} of them", found, entries, ValueError)
+    # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
     weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
     taken = all_finite((weights, leaves)) & (True if seen.finite is None else seen.finite.all())
     if tree_leaves(memory) and state is not None:

@@ -267,6 +267,14 @@ def test_rules_that_weigh_single_entries_and_numbers_as_scales_are_refused():
     params, x = problem(range(9))
     with pytest.raises(ValueError, match="weights_fn: aggregator must be a rule that weights rows"):
         jd.weights_fn(losses, jd.graddrop(jd.random.key(0)))(params, x)
+    for dtype in (torch.float32, torch.float64):  # a rule that weighs more rows than there are
+        four = jd.Aggregator(jd.views.gramian, lambda _: (), lambda G, memory: (torch.ones(4, dtype=dtype), memory))  # noqa: B023
+        with pytest.raises(
+            ValueError, match=r"weights_fn: aggregator must .* rows, 3 of them, found torch.float\d+ \[4\]"
+        ):
+            jd.weights_fn(losses, four)(params, x)
+        with pytest.raises(ValueError, match=r"aggregate: expected one weight per row, \[2\], found \[4\]"):
+            jd.aggregate(four, torch.eye(2, 3, dtype=dtype))
     with pytest.raises(TypeError, match="weights_fn: aggregator must be a rule"):
         jd.weights_fn(losses, jd.upgrad)
     with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\("):
