@@ -47,7 +47,7 @@ class Sharded(Declared):
         return replace(self, losses=inner)
 
     def gathers(self, starting: bool = False, rule: Any = None, reshard: bool = False) -> Any:
-        """What gathers the leaves of one evaluation; None without a mesh."""
+        """The `Gathers` of the leaves of one evaluation; None without a mesh."""
         return None if self.gathering is None else self.gathering(self.mesh, starting, rule, reshard)
 
     def __call__(self, params: Params, *batch: Any) -> Losses:
