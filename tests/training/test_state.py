@@ -129,7 +129,7 @@ def test_a_state_of_another_rule_is_refused(rule):
             refused(words, lambda start=start, taken=taken: fj.step(start, X, **taken))
 
 
-def test_a_compiled_step_and_aggregate_refuse_states_of_other_sizes_and_rules():
+def test_a_compiled_step_refuses_states_of_other_sizes():
     how = method(aggregator=fj.uw())
     one = how | {"losses": lambda p, x: losses(p, x)[:1]}
     for begun_with, taken_with in ((one, how), (how, one)):
@@ -138,6 +138,9 @@ def test_a_compiled_step_and_aggregate_refuse_states_of_other_sizes_and_rules():
         state = fj.train_state(PARAMS, X, **begun_with)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="the state must be one of this rule"):
             compiled(state, X, **taken_with)
+
+
+def test_aggregate_refuses_states_of_other_rules():
     state = fj.aggregate(fj.famo(), torch.ones(2, 3), losses=torch.ones(2)).state
     words = "^aggregate: the state must be one of this rule.*expected NashState, found FamoState"
     refused(words, lambda: fj.aggregate(fj.nash_mtl(), torch.ones(2, 3), state))
