@@ -113,7 +113,7 @@ class Compiled:
     def _flat(self, first: tuple[Any, ...]) -> tuple[list[Any], Any, tuple[Any, ...]]:
         """The leaves of the first argument, their structure and kinds: of the donated result in a tenth of the time."""
         result, newest, structure, kinds = self.newest
-        if first and first[0] is result:
+        if structure is not None and first and first[0] is result:
             with suppress(ValueError):
                 leaves = leaves_like(structure, first)
                 if all(map(is_, newest, leaves)):
