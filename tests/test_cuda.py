@@ -18,6 +18,7 @@ from two_tasks import close, method, two_tasks
 
 import functional_jd as fj
 from functional_jd import distributed
+from functional_jd.core.foreach import clone_each
 from functional_jd.core.safe import cosines
 from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.pivoting import least_pivot
@@ -225,6 +226,27 @@ def test_a_skipped_step_changes_nothing_but_the_scale(shape):
     assert not info.finite.all()
     assert all(torch.equal(u, v) for u, v in zip(tree_leaves(after[:3]), tree_leaves(state[:3]), strict=True))
     assert torch.equal(after.scale.scale, torch.where(info.finite, state.scale.scale, state.scale.scale / 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_copies_of_many_tensors_have_the_same_bits(dtype):
+    values = [0.0, 1.5, -7.0]
+    if dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        values += [
+            -0.0,
+            torch.inf,
+            -torch.inf,
+            info.max,
+            info.min,
+            info.smallest_normal,
+            info.smallest_normal * info.eps,
+        ]
+    x = torch.tensor(values, dtype=torch.float64).to(dtype).cuda()
+    given = [x, x.repeat(2, 1).mT, x[::2], x[:0]]
+    for y, z in zip(clone_each(given), given, strict=True):
+        assert torch.equal(y.contiguous().view(torch.uint8), z.contiguous().view(torch.uint8))
+        assert not z.numel() or y.data_ptr() != z.data_ptr()
 
 
 def test_draws_have_the_bits_of_the_cpu():

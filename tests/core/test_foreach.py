@@ -47,6 +47,32 @@ def test_copies_take_one_launch_by_dtype_and_no_gradient():
     assert clone_each([x.requires_grad_() for x in given[:2]])[0].grad_fn is None
 
 
+def special_tensors():
+    """Zeros of both signs, the smallest and the largest numbers, infinities and others, in many dtypes and layouts."""
+    found = [torch.tensor([True, False]), torch.arange(3, dtype=torch.uint8), torch.tensor([1 + 2j, -0.0j])]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64):
+        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        values = (
+            [0.0, 1.5, -7.0, float(info.max), float(info.min)] if dtype.is_floating_point else [0, info.min, info.max]
+        )
+        if dtype.is_floating_point:
+            values += [-0.0, torch.inf, -torch.inf, info.smallest_normal, info.smallest_normal * info.eps]
+        x = torch.tensor(values, dtype=dtype)
+        found += [x, x.repeat(2, 1).mT, x[::2], x[:0], x[1]]
+    return found
+
+
+def test_copies_have_the_same_bits_and_their_strides():
+    given = special_tensors()
+    with simulated() as device:
+        there = device.put(given)
+        found = clone_each(there)
+        for x, y, z in zip(device.get(found), given, found, strict=True):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) if x.ndim else x == y
+            assert z.is_contiguous() or z.mT.is_contiguous()
+
+
 def test_copies_keep_the_graph_of_what_is_copied():
     x, target = torch.ones(3, requires_grad=True), torch.empty(3)
     copy_each([target], [2 * x])
