@@ -131,6 +131,23 @@ def test_certified_to_rounding(m, c):
         certified(rows, c)
 
 
+@pytest.mark.parametrize("m", [2, 3, 5, 8])
+def test_a_clipped_correction_has_no_larger_shares_than_the_preference(m):
+    """By the formula, from the correction without a clip; its length stays."""
+    J, c = random_rows(m, m + 3), 0.5
+    u = torch.linspace(0.2, 1.0, m, dtype=torch.float64)
+    center, free = u @ J, jd.aggregate(jd.cagrad(c, u), J).weights - u
+    shares = torch.minimum(free / free.sum(), u / u.sum())
+    assert shares.sum() < 0.999  # some are clipped
+    expected = center + c * center.norm() * (shares @ J) / (shares @ J).norm()
+    found = jd.aggregate(jd.cagrad(c, u, clip=True), J)
+    # The search is exact to rounding, which the condition of the Gramian magnifies.
+    limit = 64 * m * eps() * torch.linalg.cond(J @ J.T) * center.norm()
+    check_within(found.direction, expected, limit)
+    correction = found.weights - u
+    assert (correction / correction.sum() <= u / u.sum() * (shares.sum() ** -1) + limit).all()
+
+
 @given(integer_jacobians())
 def test_no_radius_is_the_mean(J):
     assert torch.equal(jd.aggregate(jd.cagrad(0), J).weights, jd.aggregate(jd.mean(), J).weights)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bounds import check_stable, check_within, eps, half_the_digits
+from sequences import random_rows
 
 import functional_jd as fj
 
@@ -129,3 +130,14 @@ def test_new_points_are_learned_after_a_long_rest_at_rounding():
     for _ in range(80):
         state, info = fj.step(state, many, **how)
     assert (state.params - truth).norm() <= 2**16 * eps() * truth.norm()
+
+
+def test_the_damping_stays_above_the_rounding_of_the_gramian():
+    J = random_rows(3, 5)
+    G, r = J @ J.T, torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    least = 8 * 3 * eps() * G.diagonal().amax()
+    rule = fj.levenberg_marquardt(float(1.5 * least))
+    w, state = rule.update((G, r), rule.init((G, r)))
+    assert state.damping == float(1.5 * least)
+    _, state = rule.update((G, r - G @ w), state)  # as predicted: a third would be below
+    assert state.damping == least
