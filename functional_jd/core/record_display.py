@@ -1,14 +1,13 @@
 """Short `repr`s of records as tables: structure, shapes, element counts and the values that fit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.tree import children, tree_leaves
-from functional_jd.torch_compat.torch_internals import has_values
+from functional_jd.torch_compat.torch_internals import has_values, pytree_nodes
 
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """A title, the column headers (may be empty), and rows of cells. Leading spaces in a cell indent it."""
@@ -35,6 +34,23 @@ def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type
         return record
 
     return decorate
+
+
+def children(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the names and children of a container, or `None` for any other object."""
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(getattr(value, "_fields"), value, strict=True))  # noqa: B009
+    if isinstance(value, list | tuple):
+        return [(str(index), child) for index, child in enumerate(value)]
+    node = pytree_nodes.get(type(value))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is None:
+        return [(str(index), child) for index, child in enumerate(node.flatten_fn(value)[0])]
+    keyed: Any = node.flatten_with_keys_fn(value)[0]
+    return [(str(key).strip(".[]'"), child) for key, child in keyed]
 
 
 def outline(value: Any) -> Table:
@@ -84,14 +100,20 @@ def _summary(value: Any) -> str:
         return f"[{', '.join(map(number, numbers))}]" if len(numbers) <= _MAX_VALUES else ranged(numbers)
     if children(value) is None:
         return getattr(value, "__qualname__", type(value).__name__)
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = _tensors(value)
     count = sum(leaf.numel() for leaf in leaves)
     tensors = "1 tensor" if len(leaves) == 1 else f"{len(leaves)} tensors"
     return f"{tensors}, {count:,} {'number' if count == 1 else 'numbers'}" if leaves else "empty"
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for _, child in children(value) or [] for leaf in _tensors(child)]
+
+
 def _dtypes_and_devices(value: Any) -> str:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = _tensors(value)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     devices = {str(tensor.device) for tensor in tensors} - {"cpu"}
     return ", ".join(sorted(dtypes)) + "".join(f" on {device}" for device in sorted(devices))
