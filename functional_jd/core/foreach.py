@@ -13,7 +13,7 @@ _copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given:
 
 # Leaves of up to so many elements are looked at together; on an accelerator all, if they have no more together: 4 MB.
 _SMALL, _SMALL_ELSEWHERE = 1 << 10, 1 << 20
-# Of these, a product with 1 is a copy: a NaN may become another one.
+# Of these, a product with 1 is a copy in CUDA: a NaN may become another one. Other devices may flush tiny numbers.
 _COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32}
 # Tensors of up to so many elements are joined for one `torch.where`.
 _CHOSEN = 1 << 14
@@ -76,14 +76,18 @@ def copy_each(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 def clone_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, detached: on an accelerator by one call for each dtype, as one for each tensor takes the host long."""
+    """Copies, detached: on an accelerator in one launch for each dtype."""
     if not _few_launches(tensors):
         return [(x.detach() if x.requires_grad else x).clone() for x in tensors]
     copies: dict[int, Tensor] = {}
     for dtype in {x.dtype for x in tensors}:
         places = [index for index, x in enumerate(tensors) if x.dtype is dtype]
         own = [tensors[index] for index in places]
-        copies |= dict(zip(places, _times(own, 1) if dtype in _COPIED else map(torch.clone, own), strict=True))
+        if own[0].is_cuda and dtype in _COPIED:
+            made = _times(own, 1)
+        else:
+            copy_each(made := list(map(torch.empty_like, own)), own)
+        copies |= dict(zip(places, made, strict=True))
     return [copies[index] for index in range(len(tensors))]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 
 from functional_jd.core.foreach import clone_each
@@ -83,7 +84,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
 
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
-        ValueError: names are missing or unknown; the module has changed since it was read, or is one of
+        ValueError: names are missing or unknown; the module has changed since it was read, is lazy, or is one of
             `fully_shard`; forward changes or replaces a parameter, makes a buffer, or returns an object that would
             compute later; forward computes with a parameter of its own that was not passed (looked at in the first
             call, `train_state` and `weights_fn`).
@@ -136,6 +137,11 @@ class _Applied:
             raise RuntimeError(
                 "functional: expected a call outside of functions that torch.compile traces, as it reads all parts of "
                 "the module, found one inside. Write apply = functional(module) before, and compile what calls apply."
+            )
+        if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+            raise ValueError(
+                f"functional: expected parameters with shapes, found that {lazy[0]!r} gets its own when the module "
+                "first runs. Call the module once before."
             )
         _refuse_fully_sharded(module.modules())
         self.parts = ModuleParts(module)

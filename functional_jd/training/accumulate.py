@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_option, here, refuse
+from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
 from functional_jd.core.tree import all_finite, described_leaves, tree_leaves, tree_map
@@ -222,7 +223,7 @@ def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]]) -> _Left | None:
     if not verdicts:
         return None
     finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
-    return _Left(finite.all(0), (lower & ~finite).any(0), moved.float().mean())
+    return _Left(finite.all(0), (lower & ~finite).any(0), moved.to(widest(moved.device)).mean())
 
 
 def _joined(trees: list[Any]) -> Any:

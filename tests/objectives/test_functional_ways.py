@@ -462,6 +462,15 @@ def test_a_module_that_has_got_other_parts_is_refused():
         apply(*given, X)
 
 
+def test_parameters_without_shapes_are_refused_before_they_get_one():
+    module = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"functional: expected parameters with shapes, found that '0\.weight' gets"):
+        fj.functional(module)
+    assert isinstance(module[0], nn.LazyLinear)
+    module(X)
+    assert fj.functional(module)(*moved(module), X)[0].shape == (6, 3)
+
+
 def test_a_region_that_is_compiled_trains_without_a_warning():
     torch.compiler.reset()
     module = made(CompiledPart)

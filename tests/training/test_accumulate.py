@@ -149,6 +149,19 @@ def test_a_part_that_is_not_finite_can_be_left_out_alone(kind, rule, shape):
     torch.testing.assert_close(again[:-1], call(parts(of=(x, y)), state=start)[:-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_share_of_the_parts_that_are_left_has_the_digits_of_the_rows(dtype):
+    """Two of three is no binary fraction."""
+    cast = lambda tree: tree_map(lambda x: x.to(dtype), tree)
+    own, given = cast(SHARED), [cast((x, y)) for x, y in zip(X.split(4), Y.split(4), strict=True)]
+    low = lambda shared, x, y: heads(cast(HEADS), trunk(shared, x), x, y)
+    call = lambda parts, **more: jd.accumulate(low, parts, params=own, aggregator=jd.upgrad(), **more)
+    found = call([given[0], (given[1][0] * torch.nan, given[1][1]), given[2]], skip="part")
+    expected = call([given[0], given[2]])
+    assert found.moved
+    check_same((found.direction, found.losses), (expected.direction, expected.losses))
+
+
 def test_buffers_of_a_part_that_is_left_out_go_with_it_and_weights_that_are_not_finite_leave_out_none():
     scale, bad = jd.scale_state(2.0, shape=3), Y.clone()
     negative = lambda p, x, y: {name: loss - 100 for name, loss in plain(p, x, y).items()}
