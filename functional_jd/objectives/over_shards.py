@@ -48,6 +48,10 @@ class Sharded(Declared):
 
     def gathers(self, starting: bool = False, rule: Any = None, reshard: bool = False) -> Any:
         """The `Gathers` of the leaves of one evaluation; None without a mesh."""
+        if self.gathering is None and self.mesh is not None:
+            raise ValueError(
+                "sharded: losses must be made by distributed.sharded(losses, mesh), found a Sharded alone. Call it."
+            )
         return None if self.gathering is None else self.gathering(self.mesh, starting, rule, reshard)
 
     def __call__(self, params: Params, *batch: Any) -> Losses:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from functional_jd.distributed.gathering import GatheredWhereUsed, Gathers
-from functional_jd.objectives.over_shards import Leaf
+from functional_jd.objectives.over_shards import Leaf, Sharded
 
 
 @pytest.fixture
@@ -125,3 +125,8 @@ def test_an_address_that_a_kernel_would_read_too_late_is_refused(like):
     _, leaf = leaf_of(like)
     with pytest.raises(ValueError, match=r"sharded: .* takes the address of a parameter: .* reshard=False"):
         Address.apply(leaf)
+
+
+def test_losses_of_a_mesh_that_nothing_gathers_are_refused():
+    with pytest.raises(ValueError, match=r"sharded: losses must be made by .*sharded\(losses, mesh\), found"):
+        Sharded(lambda params: params, mesh=object())(torch.ones(2))
