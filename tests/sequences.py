@@ -40,9 +40,9 @@ def rows_of_kind(kind, m, seed=0):
     return J
 
 
-def number(k):
+def number(k, columns=4):
     """The k-th of some Jacobians."""
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
+    return ((torch.arange(3 * columns).reshape(3, columns) * (k + 3) + k * k) % 11 - 5).double()
 
 
 def values(k):

@@ -180,7 +180,7 @@ OPTIONS = {
         *({"damping": 0}, {"damping": 0.1, "relative": True}, {"damping": 0.1, "rank": 2}),
         {"damping": 0.1, "rank": 2, "momentum": 0.5},
     ],
-    "nash_mtl": [{"every": 2}, {"max_norm": 0.0}],
+    "nash_mtl": [{"every": 2}, {"every": 3, "max_norm": 0.0}],
     "pbi": [{"theta": 5.0, "weights": U, "reference": Z}],
     "sdmgrad": [{"rate": 0.1, "n_steps": 2, "preference": U}],
     "stch": [{"mu": 0.5, "weights": U, "reference": Z}],

@@ -43,30 +43,6 @@ def test_a_row_of_zeros_counts_as_preferred_and_changes_nothing(J):
     assert padded.weights[m] == 1 / (m + 1)
 
 
-def loss(J, u):
-    return of_upgrad(J, u).square().sum()
-
-
-@pytest.mark.parametrize("m", [2, 4])
-def test_a_batch_of_second_derivatives_is_the_loop_and_compiles(m):
-    f = torch.func.hessian(loss)
-    J, u = random_rows(3, m, 5, seed=m), 0.5 + random_rows(3, m, seed=m).abs()
-    expected = torch.stack([f(*pair) for pair in zip(J, u, strict=True)])
-    torch.testing.assert_close(torch.vmap(f)(J, u), expected)
-    torch._dynamo.reset()
-    if m == 2:  # the compiler cannot trace forward mode under vmap
-        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(J[0], u[0]), expected[0])
-
-
-@pytest.mark.inductor
-def test_compiles_to_machine_code():
-    J = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
-    f = lambda J: (of_upgrad(J), torch.func.grad(lambda J: of_upgrad(J).square().sum())(J))
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True)(J), torch.vmap(f)(J))
-
-
 @pytest.mark.parametrize("m", [2, 12, 40])
 @pytest.mark.parametrize("tau", [0.0, 0.1])
 def test_rows_of_very_different_norms_have_their_shares(m, tau):
@@ -91,12 +67,6 @@ def test_every_objective_has_its_own_share():
     expected = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
     direction = jd.aggregate(jd.pcd([0.5, 0.25]), J).direction
     torch.testing.assert_close(direction, expected / expected.norm())
-
-
-@pytest.mark.parametrize("tau", [1e-9, 0.02, 1.0, [1e-3, 1.0]])
-def test_shares_that_exclude_each_other_are_dropped(tau):
-    J = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [0.0, -2.0, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(jd.aggregate(jd.pcd(tau), J).direction, J[0])
 
 
 def of_cagrad(J, c=0.5):

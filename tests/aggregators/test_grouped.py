@@ -4,11 +4,11 @@ from functools import partial
 
 import hypothesis
 import pytest
+import sequences
 import torch
 from bounds import check_within, eps, gramian_bound, product_bound
 from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from sequences import integer_jacobians
 
 import functional_jd as jd
 from functional_jd import random
@@ -17,11 +17,8 @@ from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.testing import batched, compiled, differentiable, jacobians, laws_of, non_finite
 
-rows = hnp.arrays(float, (3, 5), elements=st.integers(-4, 4)).map(torch.from_numpy)
-
-
-def number(k):
-    return ((torch.arange(15).reshape(3, 5) * (k + 3) + k * k) % 11 - 5).double()
+rows = integer_jacobians((3, 3), (5, 5))
+number = partial(sequences.number, columns=5)
 
 
 def tree(J):
@@ -52,7 +49,9 @@ def test_every_group_is_aggregated_as_if_alone_call_after_call(one, two):
     together, state = jd.grouped(rules()), None
     alone = dict.fromkeys(rules())
     for J in (tree(one), tree(two)):
-        direction, _, state = jd.aggregate(together, J, state)
+        direction, weights, state = jd.aggregate(together, J, state)
+        assert {key: own.shape for key, own in weights.items()} == dict.fromkeys(J, (3,))
+        torch.testing.assert_close(jd.aggregation.combine(J, weights), direction)
         for key, rule in rules().items():
             expected = jd.aggregate(rule, J[key], alone[key])
             alone[key] = expected.state
@@ -60,19 +59,6 @@ def test_every_group_is_aggregated_as_if_alone_call_after_call(one, two):
                 check_within(mine, theirs, 64 * eps() * sum(leaf.abs().sum() for leaf in tree_leaves(J[key])))
             for mine, theirs in zip(tree_leaves(state[key]), tree_leaves(expected.state), strict=True):
                 assert torch.equal(mine, theirs)
-
-
-def test_weights_are_those_of_the_groups_and_combine_as_they_are():
-    J = tree(number(1))
-    direction, weights, _ = jd.aggregate(jd.grouped(rules()), J)
-    assert {key: own.shape for key, own in weights.items()} == dict.fromkeys(J, (3,))
-    torch.testing.assert_close(jd.aggregation.combine(J, weights), direction)
-
-
-def test_weights_entry_by_entry_are_left_as_they_are():
-    J = {"a": number(0), "b": number(1)}
-    direction = jd.aggregate(jd.grouped({"a": entrywise(), "b": jd.mean()}), J).direction
-    torch.testing.assert_close(direction["a"], J["a"].abs().sum(0))
 
 
 def test_the_order_of_the_keys_does_not_matter():

@@ -139,20 +139,3 @@ def test_caps_out_of_range_raise_by_name():
     with pytest.raises(ValueError, match="^aggregate" + error):
         jd.aggregate(jd.mgda(cap=0.3), torch.ones(3, 2))
     assert jd.aggregate(jd.mgda(cap=torch.tensor(0.3)), torch.ones(3, 2)).weights.isnan().all()
-
-
-def test_weights_of_losses_and_flags_of_float16_with_a_cap():
-    J = torch.tensor([[1.0, 0.0, 2.0], [-2.0, 1.0, 0.0], [0.0, -3.0, 1.0]])
-    losses, rule = lambda p: (J.to(p) @ p).float(), jd.mgda(cap=0.4)
-    found = jd.weights_fn(losses, rule)(torch.zeros(3))
-    torch.testing.assert_close(found.weights.double(), jd.aggregate(rule, J).weights)
-    how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(0.1)}
-    for scale, moves in ((2.0, True), (2.0**16, False)):
-        with pytest.warns(UserWarning, match="found float16"):
-            state = jd.train_state(torch.zeros(3).half(), scale=jd.scale_state(scale, shape=(3,)), **how)
-        after, info = jd.step(state, **how)
-        assert info.moved == moves
-        assert info.finite.all() == moves
-        if moves:
-            expected = -0.1 * jd.aggregate(rule, J).direction
-            check_within(after.params.float(), expected, 4 * eps(torch.float16) * expected.abs().max())

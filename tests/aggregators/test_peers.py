@@ -3,19 +3,15 @@
 import pytest
 import torch
 from bounds import check_within, eps, gramian_bound
-from sequences import DEPENDENT, J3, number, values
+from sequences import DEPENDENT
 
 import functional_jd as jd
-from functional_jd.aggregation.views import cross_gramian
 
 TWO = torch.tensor([[-4.0, 1, 1], [6, 1, 1]], dtype=torch.float64)
 SECOND = torch.tensor([[5.0, 2, -4, -2], [3, -2, -1, -5], [1, 3, 4, -1]], dtype=torch.float64)
 FIVE = torch.tensor([[5.0, -8, 1], [6, 5, 0], [8, 5, 1], [5, -1, 9], [-4, -9, -1]], dtype=torch.float64)
 SIX = torch.tensor([[-6.0, -4], [2, 7], [4, -8], [-4, 4], [2, -6], [8, -1]], dtype=torch.float64)
 
-BARGAINS = [J3, J3.flip(0) + 1, 3 * J3.flip(1), J3 + J3.flip(1)]
-NUMBERS = [number(k) for k in range(4)]
-OTHERS = [number(k) + number(k + 4) / 2 for k in range(4)]
 KEY = jd.random.key(7)
 PREFER = [1.0, 2.0, 0.0]
 
@@ -61,69 +57,3 @@ def test_the_direction_of_one_call(rule, J, expected, digits):
     expected = torch.tensor(expected, dtype=torch.float64)
     bound = 10.0**-digits + gramian_bound(J.double(), expected.abs().max()) + eps(J.dtype) * expected.abs()
     check_within(jd.aggregate(rule, J).direction, expected, bound)
-
-
-# Directions on `number(k)` and `values(k)`, or weights, which are three numbers.
-OF_ROWS = {
-    "db_mtl, decayed": (
-        jd.db_mtl(0.9, 0.5),
-        "-2.420577 -0.6 1.220577 0.765704 | -4.005637 1.511207 2.093893 -0.596849 | "
-        "-14.915213 7.927028 0.575995 3.051266 | -4.655124 2.430477 2.867924 2.226245",
-        5,
-    ),
-    "excess_mtl after a warm-up": (
-        jd.excess_mtl(0.5, 2),
-        "0.333333 0.333333 0.333333 | " * 2 + "0.328428 0.329497 0.342076 | 0.319834 0.340607 0.339559",
-        5,
-    ),
-    # LibMTL adds 1e-8 to norms.
-    "moco of other numbers": (
-        jd.moco(0.8, 0.3, 0.2, beta_sigma=0.2, gamma_sigma=0.1),
-        "-0.609897 -0.105257 0.399383 -0.033214 | -0.463783 0.432259 0.211962 -0.112856 | "
-        "-0.429635 0.444357 -0.093988 0.12818 | -0.309868 0.34817 -0.001959 0.41409",
-        5.7,
-    ),
-    "modo": (
-        jd.modo(0.01, 0.1),
-        "0.243333 0.26 0.496667 | 0.100257 0.576323 0.32342 | 0.121114 0.520987 0.357899 | 0.439142 0.354583 0.206275",
-        5.7,
-    ),
-    "nash_mtl every other": (
-        jd.nash_mtl(1.0, 2),
-        "0.812673 0.466792 -0.340985 0.07346 | 0.722124 0.565918 0.161287 0.363677 | "
-        "0.07346 -0.340985 0.466792 0.812673 | 0.511609 0.072635 0.072635 0.511609",
-        4.7,
-    ),
-    "pcd": (
-        jd.pcd(0.3),
-        "-5.819791 -1.917432 1.984927 2.124513 | -3.427574 4.571223 2.51333 -1.427875 | "
-        "-3.011148 3.846151 0.126534 2.474692 | -4.106092 0.404532 0.465304 4.975928",
-        5,
-    ),
-    "sdmgrad preferring": (
-        jd.sdmgrad(n_steps=3, preference=[0.2, 0.3, 0.5]),
-        "0.046154 0.069231 0.884615 | 0.046154 0.069231 0.884615 | "
-        "0.046154 0.241608 0.712238 | 0.815385 0.069231 0.115385",
-        5.7,
-    ),
-}
-
-
-def numbers_in(text):
-    return torch.tensor([[float(x) for x in row.split()] for row in text.split("|")], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", OF_ROWS)
-def test_the_directions_of_calls_on_other_rows(name, dtype):
-    (rule, expected, digits), state = OF_ROWS[name], None
-    for k, wanted in enumerate(numbers_in(expected)):
-        J, others = (BARGAINS if "nash" in name else NUMBERS)[k], [OTHERS[k].to(dtype)] * (rule.view is cross_gramian)
-        result = jd.aggregate(rule, J.to(dtype), state, *others, losses=values(k).to(dtype))
-        state = result.state
-        assert result.direction.dtype == dtype
-        if len(wanted) == 4:
-            check_within(result.direction, wanted, 10.0**-digits + 64 * eps(dtype) * wanted.abs().max())
-        else:
-            check_within(result.weights, wanted, 10.0**-digits + 64 * eps(dtype))
-            check_within(result.direction, wanted @ J, (10.0**-digits + 64 * eps(dtype)) * J.abs().sum(0))

@@ -37,15 +37,6 @@ def test_the_rows_of_the_lowest_scores_count_the_same(problem):
     assert torch.equal(weights, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_distances_count_squared():
-    """Squares to the three closest: 1 + 18 + 50 = 69 for the first row, 17 + 18 + 25 = 60 for the last.
-
-    Not squared, they are 1 + 4.2 + 7.1 = 12.3 and 4.1 + 4.2 + 5 = 13.4.
-    """
-    J = torch.tensor([[5.0, 8.0], [7.0, 1.0], [4.0, 8.0], [4.0, 1.0], [8.0, 5.0]])
-    assert jd.aggregate(jd.krum(0), J).weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_median_of_low_precision_has_weights_in_float32(dtype):
     J = random_rows(5, 6).to(dtype)
