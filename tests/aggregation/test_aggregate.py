@@ -9,6 +9,7 @@ from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_map
+from two_tasks import close
 
 import functional_jd as fj
 from functional_jd.aggregation.aggregate import apply_rule, start
@@ -34,11 +35,6 @@ def random_tree(*batch, m=3, seed=0, dtype=torch.float64):
     return {
         k: torch.randn(*batch, m, *s, generator=generator, dtype=torch.float64).to(dtype) for k, s in shapes.items()
     }
-
-
-def close(a, b, **tolerance):
-    for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True):
-        torch.testing.assert_close(u, v, **tolerance)
 
 
 def counting():

@@ -75,17 +75,6 @@ def test_steps_repeat_the_weights_and_cost_no_rows(engine):
     torch.testing.assert_close(final.params, by_hand.params, rtol=2**12 * eps, atol=2**12 * eps)
 
 
-def test_a_skipped_step_keeps_the_weights():
-    params, features, top, (x, *rest) = two_tasks()
-    fresh, repeated = fj.held(fj.upgrad())
-    how = method(params, features, top)
-    state = fj.train_state(params, x, *rest, **(how | {"aggregator": fresh}))
-    after, info = fj.step(state, x * torch.inf, *rest, **(how | {"aggregator": fresh}))
-    assert not info.moved
-    assert same(after.aggregator, state.aggregator)
-    assert fj.step(after, x, *rest, **(how | {"aggregator": repeated}))[1].moved
-
-
 def test_transforms():
     J = torch.tensor([[1.0, -2, 0], [-1, 1, 3]], dtype=torch.float64)
     fresh, repeated = fj.held(fj.upgrad())

@@ -11,7 +11,7 @@ from exact.rows import SOME, degenerate, resolution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd import aggregate, graddrop, gradvac, grouped, krum, mean, pcgrad, total, trimmed_mean
+from functional_jd import aggregate, graddrop, gradvac, krum, pcgrad, trimmed_mean
 from functional_jd.aggregation.hyper_parameters import random_visit_orders
 from functional_jd.random import key, split, uniform
 
@@ -135,18 +135,6 @@ def test_krum_selects_the_lowest_scores_as_far_as_norms_let_it_see(J, n_byzantin
         # A distance is as accurate as the squared norms that it is the difference of.
         rounding = Decimal(8 * sum(J.shape) * eps()) * sum(lengths(E) ** 2)
         assert max(scores[chosen]) <= sorted(scores)[n_selected - 1] + rounding
-
-
-@SOME
-@given(degenerate())
-def test_groups_follow_their_rules_and_plain_sums_are_sums(J):
-    with precisely():
-        E, bound = decimals(J), len(J) * eps(J.dtype)
-        size = floats(abs(E).sum(0)) + 1e-320
-        check_within(aggregate(total(), J).direction, floats(E.sum(0)), bound * size)
-        both = aggregate(grouped({"a": total(), "b": mean()}), {"a": J, "b": J}).direction
-        check_within(both["a"], floats(E.sum(0)), bound * size)
-        check_within(both["b"], floats(E.sum(0) / len(E)), bound * size / len(E) + 1e-320)
 
 
 @pytest.mark.parametrize("distance", [1e-5, 1e-6, 1e-8, 0.0])
