@@ -22,22 +22,32 @@ def random_rows(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def rows_of_condition(m, condition, seed=0, n=None):
+    """Rows `[m, n]` with singular values from 1 to 1 / condition."""
+    left, right = (torch.linalg.qr(random_rows(k, m, seed=2 * seed + i))[0] for i, k in enumerate((m, n or m + 10)))
+    return left * condition ** -torch.linspace(0, 1, m, dtype=torch.float64) @ right.mT
+
+
 def rows_of_kind(kind, m, seed=0):
     """Rows `[m, n]`; of `ill`, singular values from 1 to 1e-7."""
     draw = torch.Generator().manual_seed(100 * seed + m)
-    J = torch.randn(m, max(1, m // 2) if kind == "dependent" else m + 10, generator=draw, dtype=torch.float64)
-    if kind == "conflicting":
-        J = J - 1.2 * J.mean(0)
-    elif kind == "opposite":
-        J[-1] = -J[0]
-    elif kind == "zeros":
-        J[::2] = 0
-    elif kind == "integers":
-        J = torch.randint(-2, 3, (m, max(1, m - 1)), generator=draw).double()
-    elif kind == "ill":
-        left, _, right = torch.linalg.svd(J, full_matrices=False)
-        J = left * 10.0 ** -torch.linspace(0, 7, m, dtype=torch.float64) @ right
-    return J
+    normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)
+    J = normal(m, max(1, m // 2) if kind == "dependent" else m + 10)
+    left, right = (m + 1) // 2, m // 2
+    others = {
+        "conflicting": lambda: J - 1.2 * J.mean(0),
+        "stationary": lambda: J - J.mean(0),
+        "low rank": lambda: J[:, :left] @ normal(left, m + 5),
+        "rank one": lambda: J[:, :1] * J[:1],
+        "opposite": lambda: torch.cat([J[:-1], -J[:1]]),
+        "opposite halves": lambda: torch.cat([J[:left], -J[:right]]),
+        "repeated": lambda: torch.cat([J[:left], J[:right]]),
+        "zeros": lambda: J * (torch.arange(m) % 2)[:, None],
+        "integers": lambda: torch.randint(-2, 3, (m, max(1, m - 1)), generator=draw).double(),
+        "scaled": lambda: J * 10 ** (24 * torch.rand(m, 1, generator=draw, dtype=torch.float64) - 12),
+        "ill": lambda: rows_of_condition(m, 1e7, seed),
+    }
+    return others[kind]() if kind in others else J
 
 
 def number(k, columns=4):

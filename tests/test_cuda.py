@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bounds import check_same, check_stable, check_within, eps, product_bound
-from sequences import rows_of_kind
+from sequences import rows_of_condition, rows_of_kind
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -152,13 +152,6 @@ def test_a_replay_finds_its_constants_and_results_are_fresh():
     assert [x.tolist() for x in first] == [[1.0, 2.0, 3.0], 3.0, 1.0]
     assert [x.tolist() for x in second] == [[2.0, 4.0, 6.0], 6.0, 2.0]
     assert all((x == 7).all() for x in others)
-
-
-def rows_of_condition(m, condition):
-    draw = torch.Generator().manual_seed(m)
-    left, right = (torch.randn(k, m, generator=draw, dtype=torch.float64) for k in (m, m + 10))
-    sizes = condition ** -torch.linspace(0, 1, m, dtype=torch.float64)
-    return torch.linalg.qr(left)[0] * sizes @ torch.linalg.qr(right)[0].mT
 
 
 @pytest.mark.parametrize(("m", "condition"), [(2, 10.0), (5, 1e7), (32, 1e4), (32, 1e7), (128, 10.0)])

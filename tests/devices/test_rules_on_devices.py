@@ -9,6 +9,7 @@ import pytest
 import torch
 from bounds import check_same, check_stable
 from rule_table import RULES, builder, rule_of
+from sequences import rows_of_condition
 from simulated import TooManyLaunchesError, simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -38,10 +39,7 @@ def rule(name, m):
 
 def problem(name, m, condition, seed=0):
     """Rows with singular values from 1 to 1 / condition, in the shape that the rule accepts, and losses."""
-    draw = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(k, m, generator=draw, dtype=torch.float64) for k in (m, m + 10 + m % 2))
-    sizes = condition ** -torch.linspace(0, 1, m, dtype=torch.float64)
-    rows = torch.linalg.qr(left)[0] * sizes @ torch.linalg.qr(right)[0].mT
+    rows = rows_of_condition(m, condition, seed, n=m + 10 + m % 2)
     like = RULES[name].like
     jacobian = rows if like is None else {"trunk": rows[:, 2:].reshape(m, 2, -1), "head": rows[:, :2]}
     return jacobian, torch.linspace(0.5, 2.0, m, dtype=torch.float64)

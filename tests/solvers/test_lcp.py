@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
-from sequences import integer_jacobians
+from sequences import integer_jacobians, random_rows, rows_of_kind
 
 import functional_jd as jd
 from functional_jd.solvers import by_products as products
@@ -30,16 +30,19 @@ def problems(draw, most=6, entries=3):
     return A / scale**0.5, x / max(1.0, float((x @ A.T).abs().max()) / scale**0.5)
 
 
-def random_rows(m, n, seed=0, k=4):
-    """Unit rows A [m, n], and k vectors of about that length."""
-    generator = torch.Generator().manual_seed(seed)
-    A = torch.nn.functional.normalize(torch.randn(m, n, generator=generator, dtype=torch.float64), dim=1)
-    return A, torch.randn(k, n, generator=generator, dtype=torch.float64) / n**0.5
+def unit_rows(m, n, seed=0):
+    return torch.nn.functional.normalize(random_rows(m, n, seed=seed), dim=1)
 
 
 def random_problem(m, n, seed=0, k=4):
-    A, x = random_rows(m, n, seed, k)
-    return A @ A.T, x @ A.T
+    """A matrix `[m, m]`, and k offsets in its range."""
+    A = unit_rows(m, n, seed)
+    return A @ A.T, random_rows(k, n, seed=seed + 1) / n**0.5 @ A.T
+
+
+def turned_from_the_mean(m):
+    A = torch.nn.functional.normalize(rows_of_kind("conflicting", m))
+    return A @ A.T, ~torch.eye(m, dtype=torch.bool)
 
 
 def bound(A):
@@ -47,28 +50,21 @@ def bound(A):
     return 512 * eps() / least_singular_value(A) ** 2
 
 
-with_and_without_factors = pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
-
-
 @given(problems(most=8))
-def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
-    A, x = problem
-    M, q = A @ A.T, x @ A.T
-    looking, blind = (linear_complementarity(M, q, solver=solver) for solver in ("host", "device"))
-    check_within(blind @ A, looking @ A, bound(A))
-
-
-@given(problems(most=8))
-def test_large_problems_are_solved_as_small_ones(problem):
+def test_all_ways_to_search_find_the_same(problem):
     A, x = problem
     M, q = A @ A.T, x @ A.T
     expected = linear_complementarity(M, q)
+    check_within(linear_complementarity(M, q, solver="device") @ A, expected @ A, bound(A))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lcp, "_PRODUCTS_FROM", 0)
         s = linear_complementarity(M, q)
         differentiable = linear_complementarity(M, q.requires_grad_())
     check_within(s @ A, expected @ A, bound(A))
     assert torch.equal(differentiable, s)
+
+
+with_and_without_factors = pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
 
 
 @pytest.mark.parametrize(("m", "n"), [(9, 12), (12, 6), (30, 40), (40, 20), (64, 64)])
@@ -79,7 +75,7 @@ def test_large_problems_are_solved_as_small_ones(problem):
 )
 def test_equal_to_non_negative_least_squares(m, n, solver, start, monkeypatch):
     monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
-    A, x = random_rows(m, n, seed=m, k=12)
+    A, x = unit_rows(m, n, m), random_rows(12, n, seed=m + 1) / n**0.5
     s = linear_complementarity(A @ A.T, x @ A.T, solver=solver)
     for i in range(len(x)):
         expected = torch.from_numpy(nnls(A.T.numpy(), -x[i].numpy())[0])
@@ -112,7 +108,8 @@ def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem(start, monkeypa
 
 
 def test_a_batch_of_easy_and_hard_problems_is_the_loop():
-    several = [random_rows(10, n, seed) for seed, n in enumerate([14, 5, 10, 2, 1, 5, 30, 5])]
+    widths = [14, 5, 10, 2, 1, 5, 30, 5]
+    several = [(unit_rows(10, n, k), random_rows(4, n, seed=k + 9) / n**0.5) for k, n in enumerate(widths)]
     M, q = (torch.stack(x) for x in zip(*((A @ A.T, x @ A.T) for A, x in several), strict=True))
     expected = torch.stack([linear_complementarity(*pair) @ pair[0] for pair in zip(M, q, strict=True)])
     multipliers = [[torch.from_numpy(nnls(A.T.numpy(), -row.numpy())[0]) for row in x] for A, x in several]
@@ -147,9 +144,7 @@ def symmetric(f):
 @with_and_without_factors
 def test_first_and_second_derivatives_are_those_of_finite_differences(m, start, monkeypatch):
     monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
-    generator = torch.Generator().manual_seed(m)
-    A = torch.nn.functional.normalize(torch.randn(m, m + 2, generator=generator, dtype=torch.float64))
-    q = torch.randn(2, m, generator=generator, dtype=torch.float64)
+    A, q = unit_rows(m, m + 2, m), random_rows(2, m, seed=m + 1)
     inputs = A.requires_grad_(), q.requires_grad_()
     assert symmetric(linear_complementarity)(A, q).count_nonzero() > 0
     assert torch.autograd.gradcheck(symmetric(linear_complementarity), inputs, check_forward_ad=True)
@@ -164,12 +159,6 @@ def test_the_search_is_a_sound_operator():
     torch.library.opcheck(lcp._opaque_solution.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
-
-
-def turned_from_the_mean(m):
-    A = torch.randn(m, m + 3, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
-    A = torch.nn.functional.normalize(A - 1.2 * A.mean(0))
-    return A @ A.T, ~torch.eye(m, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("m", [1, 3, 5, 8])
@@ -196,11 +185,6 @@ def test_nothing_is_read_where_something_may_record_what_is_computed():
 
 
 TOLERANCE = 1e-13
-
-
-def unit_rows(m, n, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.nn.functional.normalize(torch.randn(m, n, generator=generator, dtype=torch.float64), dim=1)
 
 
 def found_for(A, x):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from bounds import check_within, eps
+from sequences import rows_of_condition
 from simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 import functional_jd as jd
 from functional_jd.solvers.search import may_be_differentiated, per_problem
 
+rows = partial(rows_of_condition, condition=10.0)
 capped = partial(jd.mgda, cap=0.3)
 SEARCHES = {
     "upgrad": jd.upgrad,
@@ -26,14 +28,6 @@ SEARCHES = {
     "pcd": jd.pcd,
 }
 each_search = pytest.mark.parametrize("build", SEARCHES.values(), ids=SEARCHES)
-
-
-def rows(m, condition=10.0):
-    """Rows of this condition number, in float64."""
-    draw = torch.Generator().manual_seed(m)
-    left, right = (torch.linalg.qr(torch.randn(n, m, generator=draw, dtype=torch.float64))[0] for n in (m, m + 3))
-    sizes = condition ** -torch.linspace(0, 1, m, dtype=torch.float64)
-    return left * sizes @ right.mT
 
 
 def searches(graph):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bounds import eps
+from sequences import random_rows
 
 from functional_jd.solvers import worst_gain
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
@@ -50,7 +51,7 @@ def test_the_conditions_hold_where_rows_are_repeated(spread):
 @pytest.mark.parametrize("radius", [10.0, 100.0])
 def test_the_conditions_hold_far_out_in_few_dimensions(radius):
     for seed in range(12):
-        N = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).abs()
+        N = random_rows(4, 3, seed=seed).abs()
         _, x, sizes = problem(4, seed, spread=0.0)
         check_conditions(torch.nn.functional.normalize(N), x[:3] / x[:3].norm(), sizes, radius)
 
@@ -67,15 +68,12 @@ def test_rows_that_cancel_have_no_answer_but_where_the_ball_is_too_small():
 
 def test_rows_that_cancel_within_rounding_have_no_answer_either():
     for seed in range(6):
-        generator = torch.Generator().manual_seed(seed)
-        draw = lambda *shape, generator=generator: torch.nn.functional.normalize(
-            torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1
-        )
-        in_few_dimensions, x, one = draw(33, 3), draw(3), torch.ones(33, dtype=torch.float64)
+        unit = lambda *shape, seed=seed: torch.nn.functional.normalize(random_rows(*shape, seed=seed), dim=-1)
+        in_few_dimensions, x, one = unit(33, 3), unit(3, seed=seed + 9), torch.ones(33, dtype=torch.float64)
         assert (solve(in_few_dimensions, x, one, 3.0) == 0).all()
-        n, across = torch.linalg.qr(draw(4, 2))[0].unbind(1)
+        n, across = torch.linalg.qr(unit(4, 2))[0].unbind(1)
         nearly_opposite = torch.nn.functional.normalize(torch.stack([n, 7e-7 * across - n]))
-        assert (solve(nearly_opposite, draw(4), one[:2], 10.0) == 0).all()
+        assert (solve(nearly_opposite, unit(4, seed=seed + 9), one[:2], 10.0) == 0).all()
 
 
 def test_what_has_no_answer_has_derivatives_of_zero():
