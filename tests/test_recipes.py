@@ -9,11 +9,10 @@ from functools import partial
 import pytest
 import torch
 from bounds import check_same, check_within, eps
-from modes import Called
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import l1_loss, mse_loss
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import functional_jd as fj
 from functional_jd.optimizers.clipping import clip_by_norm, global_norm
@@ -337,68 +336,3 @@ def test_what_breaks_after_unscale_is_not_hidden():
     state, info = fj.step(state, *batches(None)[0], **how)
     assert info.finite
     assert all(p.isnan().all() for p in state.params.values())
-
-
-# Nothing waits for the device
-
-
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_nothing_is_read_on_the_host(shape):
-    """Of single functions, tests of scales and of clipping compile one graph."""
-    clip = lambda direction: clamped(clip_by_norm(direction, 1.0), 0.5)
-    how = {"losses": fj.autocast(losses), "aggregator": fj.upgrad(), "optimizer": clipped(fj.adamw(), clip)}
-    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(shape=shape), **how)
-    with Called() as called:
-        for batch in (batches()[0], batches()[2]):
-            fj.step(state, *batch, **how)
-    assert called.reads == 0
-    with called:
-        state.scale.scale.sum().item()
-    assert called.reads == 1  # the counter counts
-
-
-# A long run
-
-
-@pytest.mark.slow
-def test_a_tiny_loss_survives_beside_a_huge_one_with_a_scale_of_its_own():
-    """Every kind of norm, 200 steps in float16; losses in the ratio 1 to 10^14."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        trunk = nn.Sequential(
-            *(nn.Conv1d(2, 8, 3, padding=1), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU()),
-            *(nn.Conv1d(8, 8, 3, padding=1), nn.InstanceNorm1d(8, affine=True), nn.ReLU()),
-            *(nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.LocalResponseNorm(2), nn.ReLU(), nn.Flatten()),
-            *(nn.Linear(64, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.RMSNorm(16)),
-        )
-        heads = {"huge": nn.Linear(16, 1), "tiny": nn.Linear(16, 1)}
-        x = torch.randn(32, 2, 8)
-        targets = {name: (x * torch.randn(2, 8)).sum((1, 2))[:, None] / 4 for name in heads}
-    size = {"huge": 1e3, "tiny": 1e-11}
-    params = {
-        "trunk": dict(trunk.named_parameters()),
-        **{name: dict(h.named_parameters()) for name, h in heads.items()},
-    }
-
-    def losses(params, x):
-        features = functional_call(trunk, params["trunk"], (x,))
-        outputs = {name: functional_call(head, params[name], (features,)) for name, head in heads.items()}
-        return {name: size[name] * mse_loss(outputs[name], targets[name]) for name in heads}
-
-    optimizer = fj.adamw(1e-2, eps=1e-20, weight_decay=0.0)  # an eps in the direction's unit, which is tiny
-    how = {"losses": fj.autocast(losses), "aggregator": fj.imtl_g(), "optimizer": optimizer}
-    start, left, norms = losses(params, x), {}, {}
-    for shape in ((2,), ()):
-        state = fj.train_state(params, x, scale=fj.scale_state(growth_interval=8, shape=shape), **how)
-        for _ in range(200):
-            state, _ = fj.step(state, x, **how)
-        assert all(p.isfinite().all() for p in tree_leaves(state.params))
-        end = losses(state.params, x)
-        left[shape] = {name: (end[name] / start[name]).item() for name in heads}
-        rows, _, _ = fj.jacobian_fn(how["losses"], scale=state.scale)(state.params, x)
-        norms[shape] = fj.views.gramian(rows).diagonal()
-    assert max(left[2,].values()) < 1e-2
-    assert left[()]["huge"] < 1e-2
-    assert left[()]["tiny"] > 0.1
-    assert (norms[2,] > 0).all()
-    assert norms[()][1] == 0  # nothing of it arrives

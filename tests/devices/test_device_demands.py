@@ -33,17 +33,6 @@ def warm_step(device, losses, params, *batch, aggregator=None, optimizer=None, e
     return take(state, *batch)
 
 
-def test_a_key_follows_the_parameters():
-    def losses(params, key, x):
-        key, now = jd.random.split(key)
-        return (params * x + jd.random.normal(now, (3,), dtype=x.dtype)).square(), key
-
-    with simulated() as device:
-        params, x = device.put((torch.ones(3), torch.ones(3)))
-        state, info = warm_step(device, losses, params, x, buffers=jd.random.key(0))
-        assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
-
-
 HOST_NUMBERS = {
     "one scale": lambda: {"scale": jd.scale_state(2.0**8)},
     "a scale each": lambda: {"scale": jd.scale_state(2.0**8, shape=(3,))},

@@ -58,41 +58,32 @@ def check_more_rows_on_one_replica_are_refused_on_all():
             step(state, *unequal, **how)
 
 
-def check_losses_of_other_names_in_a_later_step_are_refused_on_all():
-    """Tasks that each batch has or has not: as many on all replicas, and others."""
-    held = ["cost"]
-    losses = lambda p, *batch: dict(zip(("all", held[0]), plain(p, *batch).values(), strict=True))
+def check_other_losses_in_a_later_step_are_refused_on_all():
+    """Tasks that each batch has or has not. What is sent for losses has one size, whatever their number."""
+    start = ("all", "cost"), 2, torch.float64
+    held = list(start)
+
+    def losses(p, *batch):
+        names, m, dtype = held
+        found = torch.stack([*plain(p, *batch).values()]).repeat(600).to(dtype)[:m]
+        return dict(zip(names, found, strict=True)) if m == len(names) else found
+
+    others = [(("all", "time"), 2), (("all", "cost", "time"), 3), ((), 1), ((), 1001), ((), 1200)]
+    others = [(*each, torch.float64) for each in others] + [(("all", "cost"), 2, torch.float32)]
     for rule in (fj.upgrad(), fj.mean()):
-        held[0] = "cost"
+        held[:] = start
         params, batch, how, state = begun(losses, rule)
-        held[0] = "time"
-        assert step(state, *batch, **how)[1].moved, "others than at the start, but the same everywhere"
-        held[0] = "time" if rank() else "cost"
-        words = r"step: expected losses with the same names, .* on this rank: all .*(time|cost)"
-        with pytest.raises(ValueError, match=words):
-            step(state, *batch, **how)
+        for one, other in [*itertools.product(others, [start]), (others[3], others[4])]:
+            held[:] = one if rank() else other
+            with pytest.raises(ValueError, match="step: expected losses with the same names, shapes and dtypes on all"):
+                step(state, *batch, **how)
+        held[:] = others[0] if rank() else start
         found = fj.weights_fn(losses, rule, group=torch.distributed.group.WORLD)
         with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
             found(params, *batch, state=state.aggregator)
-
-
-def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all():
-    """What is sent for them has one size: messages of others would end the processes."""
-    held = [2, torch.float64]
-
-    def losses(p, *batch):
-        found = torch.stack([*plain(p, *batch).values()]).repeat(600).to(held[1])
-        return [*found[: held[0]]] if held[0] < 5 else found[: held[0]]
-
-    for rule in (fj.upgrad(), fj.mean()):
-        held[:] = 2, torch.float64
-        _, batch, how, state = begun(losses, rule)
-        for one, other in ((3, 2), (1, 2), (2, 1200), (1001, 1200), (torch.float32, torch.float64)):
-            held[isinstance(one, torch.dtype)] = one if rank() else other
-            with pytest.raises(ValueError, match="step: expected losses with the same names, shapes and dtypes on all"):
-                step(state, *batch, **how)
-        held[:] = 3, torch.float64
-        assert step(state, *batch, **how)[1].moved
+        for alike in others[:2]:
+            held[:] = alike
+            assert step(state, *batch, **how)[1].moved, "others than at the start, but the same everywhere"
 
 
 def check_another_rule_in_a_later_step_is_refused_on_all():

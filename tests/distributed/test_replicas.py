@@ -72,31 +72,6 @@ def test_on_ranks(reports, kind, count, check):
         assert report.get(check, "not reached").startswith("passed"), f"rank {number}: {report.get(check)}"
 
 
-WORKER = """
-import json, sys
-from pathlib import Path
-
-count, folder, *checks = sys.argv[1:]
-for number in range(int(count)):
-    done = {}
-    for check in checks:
-        bad = check == "bad" and number == 1
-        done[check] = "Traceback" if bad else "passed"
-        if bad:
-            break
-    Path(folder, f"{number}.json").write_text(json.dumps(done))
-"""
-
-
-@pytest.mark.parametrize("after", [["after", "last"], []], ids=["first", "last"])
-def test_checks_after_a_failure_run_in_new_processes(tmp_path, after):
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    found = reports_of(2, tmp_path, ["first", "bad", *after], worker)
-    good = dict.fromkeys(["first", "bad", *after], "passed")
-    assert found == [good, good | {"bad": "Traceback"}]
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What the first rank saw, by the others' kind and by what they did."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bounds import check_within, eps, half_the_digits
-from solutions import quadratics, trained
+from solutions import check_composes, quadratics, trained
 from torch.autograd import gradcheck
 
 import functional_jd as jd
@@ -77,23 +77,13 @@ def test_a_solution_far_from_others_that_coincide_descends():
 
 @pytest.mark.parametrize("h", [0.3, None])
 def test_under_transforms(h):
-    G, L = (torch.stack(x) for x in zip(*[seen(4, 2, seed) for seed in range(3)], strict=True))
-
-    def weights(G, L, repulsion=1.0):
-        return moo_svgd(repulsion, h).weigh((G, L))
-
-    alone = torch.stack([weights(*x) for x in zip(G, L, strict=True)])
-    torch.testing.assert_close(torch.vmap(weights)(G, L), alone)
-    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(G[0], L[0]), alone[0])
-    repulsions = torch.tensor([0.0, 0.5, 2.0]).double()
-    swept = torch.vmap(weights, in_dims=(None, None, 0))(G[0], L[0], repulsions)
-    torch.testing.assert_close(swept, torch.stack([weights(G[0], L[0], float(r)) for r in repulsions]))
-    inputs = [x.clone().requires_grad_() for x in (G[0], L[0], repulsions[2])]
-    of_symmetric = lambda G, *others: weights((G + G.mT) / 2, *others)
-    assert gradcheck(of_symmetric, inputs, check_forward_ad=True)
+    """Of numbers and of the usual bandwidth; of the losses with a bandwidth: `test_population.py`."""
+    G, L = seen(4, 2)
+    weights = lambda repulsion, L=L: moo_svgd(repulsion, h).weigh((G, L))
+    check_composes(weights, torch.tensor([0.0, 0.5, 2.0]).double())
+    assert gradcheck(weights, [x.clone().requires_grad_() for x in (L.new_ones(()), L)], check_forward_ad=True)
     width = torch.tensor(0.3).double().requires_grad_()
-    assert gradcheck(lambda h: moo_svgd(1.0, h).weigh((G[0], L[0])), width, check_forward_ad=True)
+    assert gradcheck(lambda h: moo_svgd(1.0, h).weigh((G, L)), width, check_forward_ad=True)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from bounds import check_same
+from sequences import random_rows
 from solutions import check_composes, quadratics
 from torch import nn
 from torch.func import jacrev, stack_module_state
 
 import functional_jd as jd
 from functional_jd import views
-from functional_jd.fronts import Population, hypervolume_gradient, lattice, train
+from functional_jd.fronts import Population, hypervolume_gradient, lattice, moo_svgd, tch_set, train
 from functional_jd.fronts.population import member
-
-
-def starts(k=4, n=3, seed=0):
-    return torch.randn(k, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 POPULATIONS = {
     "losses": Population(views.losses, lambda losses: losses - losses.amin(0) + 0.1),
@@ -25,6 +20,8 @@ POPULATIONS = {
     ),
     "jacobian": Population(views.full_jacobian, lambda J: J.sum(0).square().sum(-1) + J.square().sum(-1)),
     "hypervolume_gradient": hypervolume_gradient([20.0, 20.0]),
+    "moo_svgd": moo_svgd(0.1, 5.0),
+    "tch_set": tch_set(0.3),
 }
 
 
@@ -36,7 +33,7 @@ def seen_by(population, J, L):
 @pytest.mark.parametrize("engine", ["auto", "jacobian"])
 @pytest.mark.parametrize("name", POPULATIONS)
 def test_a_step_follows_the_weights_of_all(name, engine):
-    population, w = POPULATIONS[name], starts()
+    population, w = POPULATIONS[name], random_rows(4, 3)
     front = train(w, [()] * 3, losses=quadratics, rule=population, optimizer=jd.sgd(0.05), engine=engine)
     for _ in range(3):
         J, L = torch.vmap(jacrev(quadratics))(w), torch.vmap(quadratics)(w)
@@ -51,7 +48,7 @@ def test_losses_are_evaluated_once_a_step():
     calls = []
     method = {"rule": POPULATIONS["losses"], "optimizer": jd.sgd(0.05)}
     method["losses"] = lambda w: calls.append(w) or quadratics(w)
-    front = train(starts(), [()], **method)
+    front = train(random_rows(4, 3), [()], **method)
     before = len(calls)
     train(front, [()] * 5, **method)
     assert len(calls) - before == 5 + 1  # and once for the losses of the front
@@ -79,7 +76,7 @@ def test_models_with_buffers_and_scales_in_float16():
 
 
 def test_a_front_of_preferences_goes_on_as_a_population():
-    front = train(starts()[0], [()] * 3, losses=quadratics, rule=jd.tchebycheff, optimizer=jd.sgd(0.05),
+    front = train(random_rows(4, 3)[0], [()] * 3, losses=quadratics, rule=jd.tchebycheff, optimizer=jd.sgd(0.05),
                   preferences=lattice(2, 4)[1:-1])  # fmt: skip
     method = {"losses": quadratics, "rule": POPULATIONS["losses"], "optimizer": jd.sgd(0.05)}
     found = train(front, [()], **method)
@@ -96,13 +93,6 @@ def test_under_transforms(name):
     def one(w, index):
         return jd.aggregate(member(POPULATIONS[name], index), jacrev(quadratics)(w), losses=quadratics(w)).direction
 
-    seeds = torch.stack([starts(seed=seed) for seed in range(3)])
+    seeds = torch.stack([random_rows(4, 3, seed=seed) for seed in range(3)])
     check_composes(stepped, seeds)
     assert torch.autograd.gradcheck(stepped, seeds[0].clone().requires_grad_(), check_forward_ad=True)
-
-
-@pytest.mark.inductor
-def test_it_compiles():
-    method = {"losses": quadratics, "rule": hypervolume_gradient([20.0, 20.0]), "optimizer": jd.adamw(0.05)}
-    expected = train(starts(), [()] * 4, **method)
-    check_same(train(starts(), [()] * 4, compile=True, **method), expected)

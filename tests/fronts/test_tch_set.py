@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-from solutions import check_composes, trained
+from sequences import random_rows
+from solutions import trained
 from torch.autograd import gradcheck
 
 import functional_jd as jd
 from functional_jd.fronts import tch_set
-
-
-def losses_of(k, m, seed=0):
-    return torch.randn(k, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def scalarization(L, mu, u, z):
@@ -24,7 +21,7 @@ def scalarization(L, mu, u, z):
 @pytest.mark.parametrize("mu", [0.05, 0.1, 3.0])
 @pytest.mark.parametrize(("k", "m"), [(1, 3), (2, 1), (3, 7)])
 def test_weights_are_the_slopes_of_the_scalarization(k, m, mu):
-    L, z = losses_of(k, m), losses_of(1, m, seed=1)[0]
+    L, z = random_rows(k, m), random_rows(m, seed=1)
     for u in (torch.ones(m, dtype=torch.float64), torch.rand(m).double() + 0.1):
         expected = torch.func.grad(scalarization)(L, mu, u, z)
         torch.testing.assert_close(tch_set(mu, u, z).weigh(L), expected)
@@ -35,7 +32,7 @@ def test_weights_are_the_slopes_of_the_scalarization(k, m, mu):
 
 
 def test_closed_cases():
-    L = losses_of(3, 5)
+    L = random_rows(3, 5)
     torch.testing.assert_close(tch_set(2.0).weigh(L[:1])[0], jd.stch(2.0).update(L[0], ())[0])  # one solution
     best, of = L.min(0)
     worst = int(best.argmax())
@@ -47,7 +44,7 @@ def test_closed_cases():
 
 
 def test_permutations_scales_and_what_is_not_finite():
-    L = losses_of(4, 3)
+    L = random_rows(4, 3)
     found = tch_set(0.5).weigh(L)
     order, turned = [3, 1, 0, 2], [2, 0, 1]
     torch.testing.assert_close(tch_set(0.5).weigh(L[order][:, turned]), found[order][:, turned])
@@ -59,14 +56,13 @@ def test_permutations_scales_and_what_is_not_finite():
 
 
 def test_under_transforms():
-    L = torch.stack([losses_of(3, 4, seed) for seed in range(3)])
-    weights = lambda L, mu=0.3: tch_set(mu).weigh(L)
-    check_composes(weights, L)
+    """Of numbers; of the losses: `test_population.py`."""
+    L = random_rows(3, 4)
     given = [torch.tensor(x).double().requires_grad_() for x in (0.3, [1.0, 2.0, 0.5, 1.0], [0.0, 1.0, -1.0, 0.2])]
-    of_all = lambda L, mu, u, z: tch_set(mu, u, z).weigh(L)
-    assert gradcheck(of_all, (L[0].requires_grad_(), *given), check_forward_ad=True)
-    lost = torch.cat([L[1], L[1, :1] * torch.nan])
-    assert torch.func.grad(lambda mu: weights(lost, mu)[:3].square().sum())(torch.tensor(0.3).double()).isfinite()
+    assert gradcheck(lambda mu, u, z: tch_set(mu, u, z).weigh(L), given, check_forward_ad=True)
+    lost = torch.cat([L, L[:1] * torch.nan])
+    size = lambda mu: tch_set(mu).weigh(lost)[:3].square().sum()
+    assert torch.func.grad(size)(torch.tensor(0.3).double()).isfinite()
 
 
 def test_two_solutions_part_forty_losses_between_them():

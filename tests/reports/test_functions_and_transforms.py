@@ -195,23 +195,6 @@ def test_a_batch_that_the_losses_change_in_place_is_changed_once():
     check_within(found["w"], expected, 64 * eps(torch.float32) * expected.abs().max())
 
 
-def test_sharpness_aware_losses_of_several_tasks():
-    torch.manual_seed(0)
-    x, p = torch.randn(8, 3, dtype=DOUBLE), {"w": torch.ones(3, dtype=DOUBLE)}
-    values = lambda p, x: {"a": (x @ p["w"] - 1).square().mean(), "b": (x @ p["w"] + x[:, 0]).square().mean()}
-
-    def sharp(p, x):
-        slope = torch.func.grad(lambda p: sum(values(p, x).values()))(p)["w"]
-        return values({"w": p["w"] + (0.05 * slope / slope.norm()).detach()}, x)
-
-    found = taken(sharp, p, x, rule=jd.upgrad())
-    w = p["w"].clone().requires_grad_()
-    slope = torch.autograd.grad(sum(values({"w": w}, x).values()), w)[0]
-    above = (p["w"] + 0.05 * slope / slope.norm()).requires_grad_()
-    rows = [torch.autograd.grad(loss, above)[0] for loss in values({"w": above}, x).values()]
-    check_stable(found["w"], lambda J: jd.aggregate(jd.upgrad(), J).direction, torch.stack(rows))
-
-
 @pytest.mark.parametrize("optimizer", [jd.adamw(0.1), jd.from_torch(torch.optim.Adam, lr=0.1)], ids=["own", "torch"])
 def test_states_hold_no_graph_and_no_memory_of_later_states(optimizer):
     how = {"losses": lambda p: {"a": p.square().sum(), "b": (p - 1).square().sum()}, "aggregator": jd.upgrad()}
