@@ -183,24 +183,6 @@ def test_checkpoints_change_no_gradient(kind, checkpoints, engine, requires_grad
     assert near(found, of_rows(rows_by_loop(alone, params["shared"] if kind == "tasks" else params)), precision)
 
 
-@every_precision
-@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian", "weighted"])
-def test_two_steps_through_checkpoints_are_those_without(engine, precision):
-    ends = []
-    for checkpoints in ("none", "nested"):
-        f, params = made(Net, checkpoints)
-        rule = fj.mean() if engine == "weighted" else fj.upgrad()
-        losses = in_precision(batch_losses(f), precision)
-        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
-        state = fj.train_state(params, X, scale=fj.scale_state(1.0) if "float16" in precision else None, **how)
-        for _ in range(2):
-            state, info = fj.step(state, X, engine=engine, **how)
-            assert info.finite.all()
-        ends.append(flat(state.params))
-    start = flat(made(Net, "none")[1])
-    assert near(ends[1] - start, ends[0] - start, precision)
-
-
 @trained
 def test_derivatives_of_rows_through_checkpoints_are_right(requires_grad):
     norms = []
@@ -254,37 +236,6 @@ def test_a_checkpoint_around_functional_call_may_use_the_own_weights_too():
     again = lambda params, x: checkpoint(both, params, x, use_reentrant=False)
     found, of_rows = found_by("loop", batch_losses(again), params, X)
     assert near(found, of_rows(rows_by_loop(batch_losses(both), params, X)), "float32")
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-@every_precision
-@every_engine
-def test_gradient_checkpointing_of_transformers_changes_no_gradient(engine, precision, name):
-    transformers = pytest.importorskip("transformers")
-    if name == "bert":
-        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        config = transformers.BertConfig(vocab_size=32, **sizes, **dropout)
-        make = lambda: transformers.BertForSequenceClassification(config)
-    else:
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-        config = transformers.GPT2Config(vocab_size=32, pad_token_id=0, use_cache=False, **sizes, **dropout)
-        make = lambda: transformers.GPT2ForSequenceClassification(config)
-    plain, module = drawn(make(), 1).train(), drawn(make(), 2).train()
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    params = {name: p.detach() for name, p in plain.named_parameters()}
-    tokens = torch.arange(12).reshape(3, 4) + 3
-
-    def logits(net):
-        apply, buffers = fj.functional(net), dict(net.named_buffers())
-        return lambda params, x: apply(params, buffers, x)[0].logits.float().square().mean(1)
-
-    found, of_rows = found_by(engine, in_precision(logits(module), precision), params, tokens)
-    rows = rows_by_loop(in_precision(logits(plain), precision), params, tokens)
-    assert rows.norm() > 0
-    assert near(found, of_rows(rows), precision)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, fj.autocast], ids=["plain", "autocast"])

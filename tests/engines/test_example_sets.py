@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from bounds import check_within, product_bound
 from torch.utils._pytree import tree_map
 from zoo import numbers
 
@@ -39,25 +38,6 @@ def one_by_one(p, points, targets):
     """The edge first, as the names are sorted."""
     edge = [at_edge(p, x, y) for x, y in zip(points["edge"], targets["edge"], strict=True)]
     return torch.stack([*edge, *(residual(p, x) for x in points["inside"])])
-
-
-@pytest.mark.parametrize(("inside", "edge"), [(1, 1), (4, 3), (2, 5)])
-def test_rows_products_and_pullbacks_are_those_of_a_loop_over_all_examples(inside, edge):
-    given_sets, m = batch(inside, edge), inside + edge
-    rows, plain = torch.func.jacrev(one_by_one)(PARAMS, *given_sets), one_by_one(PARAMS, *given_sets)
-    expected = {"edge": plain[:edge], "inside": plain[edge:]}
-    jacobian, values = fj.jacobian_fn(SETS)(PARAMS, *given_sets)
-    torch.testing.assert_close((jacobian, values, SETS(PARAMS, *given_sets)), (rows, expected, expected))
-    joined = torch.cat([leaf.flatten(1) for leaf in rows.values()], 1)
-    products, _, pullback = fj.gramian_fn(SETS)(PARAMS, *given_sets)
-    # Rows are known to a thousand roundings, and products of factors add other terms than rows.
-    bound = 2**10 * product_bound(joined.norm(dim=1)[:, None], joined.norm(dim=1)[None])
-    check_within(products, joined @ joined.mT, bound)
-    check_within(fj.squared_norms_fn(SETS)(PARAMS, *given_sets)[0], joined.square().sum(1), bound.diagonal())
-    weights = numbers(m, seed=6)
-    direction = {name: torch.tensordot(weights, leaf, 1) for name, leaf in rows.items()}
-    for pull in (pullback, fj.weighted_fn(SETS)(PARAMS, *given_sets)[1]):
-        torch.testing.assert_close(pull(weights)[0], direction)
 
 
 def test_engines_take_all_examples_and_aux_comes_by_name():

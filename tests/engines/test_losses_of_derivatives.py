@@ -81,17 +81,14 @@ poisson = lambda u, first, second, x, sign: second.sum(1) + sign * x.sum(1)
 PROBLEMS = {"burgers": (burgers, 2), "helmholtz": (helmholtz, 2), "poisson": (poisson, 5)}
 
 
-def two_terms(inside, edge):
-    return (torch.stack([inside.square().mean(), edge.square().mean()]) * WEIGHTS.to(inside)).unbind()
-
-
 def losses_of(equation, derivatives, sign=-1):
     """Of `derivatives(p, x) -> (first, second)`: what is left of the equation inside, and of the values at the edge."""
 
     def losses(p, x, edge):
         first, second = derivatives(p, x)
         inside = equation(network(p, x), first, second, x, sign)
-        return two_terms(inside, network(p, edge) + sign * edge.sum(1))
+        at_edge = network(p, edge) + sign * edge.sum(1)
+        return (torch.stack([inside.square().mean(), at_edge.square().mean()]) * WEIGHTS.to(inside)).unbind()
 
     return losses
 
@@ -104,18 +101,6 @@ def plain_rows(losses, params, *batch):
     return dict(zip(sorted(params), rows_of(losses, params, *batch), strict=True))
 
 
-def check_rows(losses, expected, terms, params, batch, dtype):
-    """The rows of losses in a precision, differentiated at a scale for each, against rows and the sums of their
-    absolute terms.
-    """
-    run = losses if dtype == torch.float32 else fj.autocast(losses, dtype)
-    inputs = [{name: leaf.float() for name, leaf in params.items()}, *(x.float() for x in batch)]
-    rows, _, finite = fj.jacobian_fn(run, scale=SCALES)(*inputs)
-    assert finite.all()
-    for name in params:
-        check_within(rows[name].double(), expected[name], ROUNDINGS * eps(dtype) / 2 * terms[name])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_rows_of_equations_in_every_style(problem, dtype):
@@ -123,61 +108,14 @@ def test_rows_of_equations_in_every_style(problem, dtype):
     params, batch = weights(d), (positive(6, d, seed=4), positive(4, d, seed=5))
     expected = plain_rows(losses_of(equation, in_closed_form), params, *batch)
     terms = plain_rows(losses_of(equation, in_closed_form, sign=1), params, *batch)
+    inputs = [{name: leaf.float() for name, leaf in params.items()}, *(x.float() for x in batch)]
     for style in STYLES:
-        check_rows(losses_of(equation, styled(style)), expected, terms, params, batch, dtype)
-
-
-# Energy and forces of a cluster
-
-
-def pairs(x):
-    """The differences of all pairs, each once, and the inverse squares of their distances."""
-    i, j = torch.triu_indices(len(x), len(x), offset=1)
-    gaps = x[i] - x[j]
-    return i, j, gaps, 1 / gaps.square().sum(1)
-
-
-def potential(p, x):
-    return network(p, pairs(x)[-1].unsqueeze(1)).sum()
-
-
-def lennard_jones(x):
-    i, j, gaps, q = pairs(x)
-    push = (12 * q**7 - 6 * q**4).unsqueeze(1) * gaps
-    return (q**6 - q**3).sum(), torch.zeros_like(x).index_add(0, i, push).index_add(0, j, -push)
-
-
-def forces_in_closed_form(p, x, sign):
-    """With `sign` 1, the sums of the absolute values of what the pairs add to a force."""
-    i, j, gaps, q = pairs(x)
-    push = (in_closed_form(p, q.unsqueeze(1))[0] * 2 * q.square().unsqueeze(1)) * (gaps if sign < 0 else gaps.abs())
-    return torch.zeros_like(x).index_add(0, i, push).index_add(0, j, sign * push)
-
-
-def forces_by_autograd(p, x):
-    x = x.detach().requires_grad_()
-    return -torch.autograd.grad(potential(p, x), x, create_graph=True)[0]
-
-
-def potential_losses(forces, sign=-1):
-    def losses(p, x, energy, reference):
-        return two_terms(potential(p, x) + sign * energy, forces(p, x) + sign * reference)
-
-    return losses
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_energies_and_forces_in_every_style(dtype):
-    corners = torch.tensor([[0, 0, 0], [1.1, 0, 0], [0, 1.2, 0], [0, 0, 1.3]], dtype=torch.float64)
-    x, params = corners + 0.1 * positive(4, 3, seed=6), weights(1)
-    reference = lennard_jones(x)
-    data = (x, *reference)
-    expected = plain_rows(potential_losses(partial(forces_in_closed_form, sign=-1)), params, *data)
-    sizes = (x, *(value.abs() for value in reference))
-    terms = plain_rows(potential_losses(partial(forces_in_closed_form, sign=1), sign=1), params, *sizes)
-    by_grad, by_jvp = (lambda p, x, way=way: -way(potential, argnums=1)(p, x) for way in (grad, torch.func.jacfwd))
-    for forces in (by_grad, forces_by_autograd, by_jvp):
-        check_rows(potential_losses(forces), expected, terms, params, data, dtype)
+        losses = losses_of(equation, styled(style))
+        run = losses if dtype == torch.float32 else fj.autocast(losses, dtype)
+        rows, _, finite = fj.jacobian_fn(run, scale=SCALES)(*inputs)
+        assert finite.all()
+        for name in params:
+            check_within(rows[name].double(), expected[name], ROUNDINGS * eps(dtype) / 2 * terms[name])
 
 
 def test_whole_steps_compile_to_one_graph():
