@@ -23,8 +23,12 @@ WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
 both_prices = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
 
 
-def priced(monkeypatch, lean):
-    monkeypatch.setattr(products, "factors_are_cheaper", lambda *_: lean)
+def priced(patch, lean, block=None):
+    """At this price of factors, and with rows so many numbers at a time."""
+    for name in ("factors_are_cheaper", "position_norms_are_cheaper", "crossed_factors_are_cheaper"):
+        patch.setattr(products, name, lambda *_: lean)
+    if block is not None:
+        patch.setattr(products, "block_size", lambda _: block)
 
 
 def multiplied_out(part, shape, m):

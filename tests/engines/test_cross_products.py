@@ -3,19 +3,14 @@
 import pytest
 import torch
 from bounds import check_products, check_stable
-from gramian_by_hand import F, Largest, wide
+from gramian_by_hand import F, Largest, priced, wide
 from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from zoo import MODELS, Case, numbers
 
 from functional_jd import SlowPathWarning, cross_gramian_fn, per_example, scale_state
-from functional_jd.engines.gramian import products
 from functional_jd.objectives import Multitask
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-
-
-def priced(patch, lean):
-    patch.setattr(products, "crossed_factors_are_cheaper", lambda *_: lean)
 
 
 def flat_rows(case, args, m=None):

@@ -21,7 +21,6 @@ from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.distributed import replicated
 from functional_jd.engines import replicas
 from functional_jd.engines.by_name import MODES
-from functional_jd.engines.gramian import products
 from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.objectives import Multitask
 
@@ -200,7 +199,6 @@ def test_every_engine_equals_a_loop_of_plain_autograd(name, kind, monkeypatch):
         for scaled, scale in scales_of(expected, name, how).items():
             for lean in (True, False) if how in ("gramian", "norms") and scale is None else (True,):
                 priced(monkeypatch, lean)
-                monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
                 try:
                     check(scale)
                 except AssertionError as error:

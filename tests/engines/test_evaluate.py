@@ -5,13 +5,13 @@ import collections
 import pytest
 import torch
 from bounds import check_same
+from gramian_by_hand import priced
 from jacobian_by_hand import every_kind, leaves, same, same_unscaled
 from torch import nn
 from zoo import BATCH, bare, by_example, mlp, numbers, of_module, plain, tasks
 
 import functional_jd as fj
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.engines.gramian import products
 
 PARAMS, X = {"w": torch.ones(3)}, torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 METHOD = {"aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
@@ -202,7 +202,7 @@ def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monke
         return torch.func.grad(sines)(params)
 
     for lean in (True, False) if name == "squared_norms_fn" else (True,):
-        monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
+        priced(monkeypatch, lean)
         for take in (f, slopes):
             stacked = tree_map(lambda *x: torch.stack(x), *replicas)
             loop = [torch.stack(x) for x in zip(*[leaves(take(*each)) for each in replicas], strict=True)]
@@ -212,7 +212,7 @@ def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monke
 @pytest.mark.parametrize("name", ["jacobian_fn", "squared_norms_fn", "weighted_fn"])
 @every_kind
 def test_one_graph_holds_it(kind, name, monkeypatch):
-    monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_: True)
+    priced(monkeypatch, True)
     case = kind(bare())
     f = lambda params, scale, *args: found(name, {"scale": scale}, case.losses, params, *args)
     torch.compiler.reset()

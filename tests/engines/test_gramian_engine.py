@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 from zoo import ASKS, BATCH, Case, Model, numbers, plain, with_hook
 
 from functional_jd import SlowPathWarning, gramian_fn, multitask, per_example, squared_norms_fn, weighted_fn
-from functional_jd.engines.gramian import products
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
@@ -116,7 +115,6 @@ def test_a_row_that_overflowed_is_a_row_and_column_that_are_not_finite(name, kin
     others = [i for i in range(m) if i != 1]
     for lean in (True, False):
         priced(monkeypatch, lean)
-        monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
         squares, _, pullback = squared_norms_fn(case.losses, scale=scale)(case.params, *case.args)
         assert not squares[1].isfinite()
         check_same(squares[others], expected.diagonal()[others])

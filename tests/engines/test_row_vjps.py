@@ -1,7 +1,6 @@
 """Which way back is taken: read from the graph, decided by shapes alone; and backward passes that lose gradients."""
 
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from functional_jd import gramian_fn, jacobian_fn, multitask
 from functional_jd.engines import Plan, row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.row_vjps import stack_rows
-from functional_jd.engines.vjp import vjp
+from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
@@ -57,79 +56,22 @@ def test_auto_goes_by_the_size_of_what_passes_between_the_layers(name, m, chunk_
         assert choose_rows(point(name), m, options(mode, chunk_size)) == (mode, chunk_size)
 
 
-def resnet50():
-    def block(i, width, stride):
-        shapes = [(width, i, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-        return i, stride, [*shapes, (4 * width, i, 1, 1)] if i != 4 * width else shapes
-
-    widths = [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)]
-    blocks, i = [], 64
-    for width, n, stride in widths:
-        for k in range(n):
-            blocks.append(block(i, width, stride if k == 0 else 1))
-            i = 4 * width
-    weights = [(64, 3, 7, 7), *(shape for _, _, shapes in blocks for shape in shapes), (3, 2048)]
-
-    def losses(ws, images):
-        rest = iter(ws)
-        h = torch.conv2d(images, next(rest), stride=2, padding=3).relu()
-        h = torch.max_pool2d(h, 3, 2, 1)
-        for _, stride, shapes in blocks:
-            x = torch.conv2d(h, next(rest)).relu()
-            x = torch.conv2d(x, next(rest), stride=stride, padding=1).relu()
-            x = torch.conv2d(x, next(rest))
-            h = (x + (torch.conv2d(h, next(rest), stride=stride) if len(shapes) == 4 else h)).relu()
-        return (h.mean((2, 3)) @ next(rest).mT).mean(0)
-
-    return weights, losses
+DEVICE = {  # elements of the largest gradient between the layers, of the largest parameter and of the others; rows
+    "MLP": (12_800, [32_000, 20_480], False, 8, ("auto", None)),
+    "large MLP": (262_144, [4_194_304, 7_344_128], False, 8, ("auto", None)),
+    "layers": (65_536, [16_384, 82_112], False, 3, ("auto", None)),
+    "wide layers": (2_097_152, [262_144, 1_311_488], False, 3, ("auto", None)),
+    "ResNet-50, 64 images": (51_380_224, [2_359_296, 21_101_760], True, 3, ("loop", None)),
+    "ResNet-50, one image": (16_384, [2_359_296, 21_101_760], True, 3, ("auto", None)),
+    "ResNet-50, one image, many rows": (16_384, [2_359_296, 21_101_760], True, 16, ("auto", 4)),
+    "GPT-2": (12_582_912, [38_597_376, 84_937_728], False, 4, ("loop", None)),
+    "GPT-2, few tokens": (24_576, [38_597_376, 84_937_728], False, 4, ("loop", None)),
+}
 
 
-def mlp(*widths):
-    def losses(ws, h):
-        for w in ws:
-            h = torch.nn.functional.linear(h, w).relu()
-        return h.square().mean(0)
-
-    return [(o, i) for i, o in pairwise(widths)], losses
-
-
-def transformer(width, layers, heads, tasks, vocabulary=None):
-    of_layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    table = [(vocabulary, width)] if vocabulary else []
-
-    def losses(ws, h):
-        *ws, out = ws
-        if vocabulary:
-            h = torch.nn.functional.embedding(h, ws.pop(0))
-        for qkv, o, up, down in zip(*[iter(ws)] * 4, strict=True):
-            parts = (h @ qkv.mT).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-            attended = torch.nn.functional.scaled_dot_product_attention(*parts)
-            h = h + attended.transpose(1, 2).flatten(2) @ o.mT
-            h = h + torch.nn.functional.gelu(h @ up.mT) @ down.mT
-        return (h.mean(1) @ out.mT).mean(0)
-
-    return [*table, *of_layer * layers, (tasks, width)], losses
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "m", "expected"),
-    [
-        (mlp(96, 200, 160, 8), torch.empty(64, 96, device="meta"), 8, ("auto", None)),
-        (mlp(1024, 2048, 2048, 2048, 512, 8), torch.empty(128, 1024, device="meta"), 8, ("auto", None)),
-        (transformer(64, 2, 4, 3), torch.empty(16, 16, 64, device="meta"), 3, ("auto", None)),
-        (transformer(256, 2, 4, 3), torch.empty(32, 64, 256, device="meta"), 3, ("auto", None)),
-        (resnet50(), torch.empty(64, 3, 224, 224, device="meta"), 3, ("loop", None)),
-        (resnet50(), torch.empty(1, 3, 32, 32, device="meta"), 3, ("auto", None)),
-        (resnet50(), torch.empty(1, 3, 32, 32, device="meta"), 16, ("auto", 4)),
-        (transformer(768, 12, 12, 4, 50257), torch.empty(16, 256, dtype=torch.int64, device="meta"), 4, ("loop", None)),
-        (transformer(768, 12, 12, 4, 50257), torch.empty(1, 8, dtype=torch.int64, device="meta"), 4, ("loop", None)),
-    ],
-    ids=["MLP", "large MLP", "layers", "wide layers", "ResNet-50", "one image", "rows", "GPT-2", "few tokens"],
-)
-def test_a_device_takes_rows_together_where_models_are_small(model, batch, m, expected):
-    shapes, losses = model
-    weights = [torch.empty(shape, device="meta") for shape in shapes]
-    point = vjp(lambda ws: ([losses(ws, batch)], None), weights, options("auto", None))
+@pytest.mark.parametrize(("between", "parameters", "convolutions", "m", "expected"), DEVICE.values(), ids=DEVICE)
+def test_a_device_takes_rows_together_where_models_are_small(between, parameters, convolutions, m, expected):
+    point = Vjp([], None, pytest.fail, sizes=(between, parameters, convolutions))
     assert choose_rows(point, m, options("auto", None)) == expected
 
 
@@ -139,15 +81,19 @@ convolutions = lambda p, x: (
 )
 
 
+MODELS = [(products, 256, 8), (products, 1024, 1), (convolutions, 64, 8), (convolutions, 256, 1)]
+
+
+@pytest.mark.parametrize(("f", "width", "together"), MODELS)
+def test_eager_rows_of_a_large_model_go_one_by_one_on_a_device(f, width, together):
+    a, b, x = (torch.empty(*shape, device="meta") for shape in ((64, width), (width, 8), (4096, 64)))
+    point = vjp(lambda ws: ([f(dict(zip("ab", ws, strict=True)), x)], None), [a, b], options("auto", None))
+    assert choose_rows(point, 8, options("auto", None)) == ("loop" if together == 1 else "auto", None)
+
+
 @pytest.mark.parametrize(
     ("f", "width", "device", "together"),
-    [
-        (products, 256, "meta", 8),
-        (products, 1024, "meta", 1),
-        (products, 1024, "cpu", 8),
-        (convolutions, 64, "meta", 8),
-        (convolutions, 256, "meta", 1),
-    ],
+    [*((f, width, "meta", together) for f, width, together in MODELS), (products, 1024, "cpu", 8)],
 )
 def test_compiled_rows_of_a_large_model_go_one_by_one_on_a_device(f, width, device, together):
     params = {"a": torch.empty(64, width, device=device), "b": torch.empty(width, 8, device=device)}
@@ -316,26 +262,3 @@ def test_a_backward_pass_that_adds_to_the_leaves_is_refused_by_the_function_that
         with pytest.raises(ValueError, match=f"^{take.__name__}: "):
             take(objective)(params, BATCH)
     assert all(p.grad is None for p in tree_leaves(params))
-
-
-@pytest.mark.parametrize("engine", ["jacobian", "gramian", "weighted"])
-@pytest.mark.parametrize("freeze", [lambda x: x.requires_grad_(False), lambda x: setattr(x, "requires_grad", False)])
-def test_a_parameter_that_losses_leave_frozen_has_the_gradient_of_what_came_before(freeze, engine):
-    """As a discriminator stays for the loss of the generator, until its own turn comes."""
-
-    def losses(params):
-        real = (BATCH @ params["w"]).square().mean()
-        freeze(params["w"])
-        return {"real": real, "fake": (BATCH @ params["u"] @ params["w"]).mean()}
-
-    points = {name: x.clone().requires_grad_() for name, x in PARAMS.items()}
-    real = (BATCH @ points["w"]).square().mean()
-    fake = (BATCH @ points["u"] @ PARAMS["w"]).mean()
-    expected = torch.autograd.grad(real + fake, list(points.values()))
-    rule = fj.total()
-    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0), "engine": engine}
-    if engine == "gramian":
-        how["aggregator"] = fj.aggregation.Aggregator(fj.views.gramian, rule.init, lambda view, s: (torch.ones(2), s))
-    after, _ = fj.step(fj.train_state(PARAMS, **how), **how)
-    for x, y, g in zip(PARAMS.values(), after.params.values(), expected, strict=True):
-        torch.testing.assert_close(x - y, g)

@@ -218,25 +218,31 @@ def test_a_bias_that_torch_broadcasts_is_not_recorded(shape):
 FREEZES = (lambda x, wanted: setattr(x, "requires_grad", wanted), torch.Tensor.requires_grad_)
 
 
-@pytest.mark.parametrize("fn", [fj.gramian_fn, fj.squared_norms_fn])
+@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn, fj.squared_norms_fn, fj.weighted_fn])
 @pytest.mark.parametrize("freeze", FREEZES)
-@pytest.mark.parametrize("by_example", [False, True])
-def test_a_parameter_that_is_frozen_for_a_part_of_the_losses_has_no_gradient_there(by_example, freeze, fn):
-    """As a critic is for the loss of the actor, and a discriminator for that of the generator."""
+@pytest.mark.parametrize(("by_example", "for_good"), [(False, False), (False, True), (True, False)])
+def test_a_parameter_that_is_frozen_for_a_part_of_the_losses_has_no_gradient_there(by_example, for_good, freeze, fn):
+    """As a critic is for the loss of the actor; and a discriminator stays for the generator, until its turn comes."""
     params = {"actor": X.mT @ X[:, :2], "critic": X[:, 1:3]}
 
-    def parts(params, x):
-        critic = params["critic"]
-        freeze(critic, False)
-        actor = (x @ params["actor"] @ critic).sum()
-        freeze(critic, True)
-        return actor, (x[..., 2:] @ critic).square().sum()
+    def parts(params, x, detached=False):
+        critic, frozen = params["critic"], params["critic"].detach()
+        own = (x[..., 2:] @ critic).square().sum()
+        if not detached:
+            freeze(critic, False)
+        actor = (x @ params["actor"] @ (frozen if detached else critic)).sum()
+        if not (detached or for_good):
+            freeze(critic, True)
+        return [actor, own if for_good else own + (x[..., :2] @ critic).sum()]
 
-    loss = lambda params, x: sum(parts(params, x))
-    products, _, pullback = fn(fj.per_example(loss) if by_example else parts)(params, X)
-    plain = (lambda params, x: [loss(params, each) for each in x]) if by_example else parts
+    loss = lambda params, x, detached=False: sum(parts(params, x, detached))
+    plain = lambda params, x: [loss(params, each, True) for each in x] if by_example else parts(params, x, True)
     rows = torch.cat([leaf.flatten(1) for leaf in rows_of(plain, params, X)], 1)
-    expected = rows @ rows.T
-    torch.testing.assert_close(products, expected if fn is fj.gramian_fn else expected.diagonal())
-    found = pullback(torch.ones(2))[0]
-    torch.testing.assert_close(torch.cat([found[name].flatten() for name in params]), rows.sum(0))
+    products = {fj.gramian_fn: [rows @ rows.T], fj.squared_norms_fn: [rows.square().sum(1)], fj.weighted_fn: []}
+    found = fn(fj.per_example(loss) if by_example else parts)(params, X)
+    if fn is fj.jacobian_fn:
+        torch.testing.assert_close(torch.cat([leaf.flatten(1) for leaf in found[0].values()], 1), rows)
+    else:
+        torch.testing.assert_close(list(found[:-2]), products[fn])
+        direction = found[-1](torch.ones(2))[0]
+        torch.testing.assert_close(torch.cat([direction[name].flatten() for name in params]), rows.sum(0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bounds import check_within, eps, product_bound
-from gramian_by_hand import Largest, both_prices, rows_of_parts
+from gramian_by_hand import Largest, both_prices, priced, rows_of_parts
 from hypothesis import example, given
 from hypothesis import strategies as st
 from zoo import numbers
@@ -12,13 +12,6 @@ from functional_jd.engines.gramian import products
 from functional_jd.engines.gramian.products import Factors, block_of, products_of_leaves, rows_of_factors
 
 NORMS = pytest.mark.parametrize("norms", [False, True], ids=["gramian", "norms"])
-
-
-def priced(patch, lean, cached=None):
-    for name in ("factors_are_cheaper", "position_norms_are_cheaper", "crossed_factors_are_cheaper"):
-        patch.setattr(products, name, lambda *_: lean)
-    if cached is not None:
-        patch.setattr(products, "block_size", lambda _: cached)
 
 
 def agree(parts, leaf, m, norms):

@@ -3,24 +3,16 @@
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
-from gramian_by_hand import F, Largest, both_prices, expectation, single, weights_for
+from gramian_by_hand import F, Largest, both_prices, expectation, priced, single, weights_for
 from jacobian_by_hand import KINDS, case_of, leaves
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
 
 from functional_jd import cross_gramian_fn, gramian_fn, per_example, squared_norms_fn
-from functional_jd.engines.gramian import products
 from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.torch_compat.callers import here
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-
-
-def priced(patch, lean):
-    """At this price, and with rows some columns at a time."""
-    for name in ("factors_are_cheaper", "position_norms_are_cheaper", "crossed_factors_are_cheaper"):
-        patch.setattr(products, name, lambda *_: lean)
-    patch.setattr(products, "block_size", lambda _: 16)
 
 
 def found(case, **how):
@@ -47,7 +39,7 @@ def test_norms_in_float32_are_right_to_one_in_a_million(name, kind, monkeypatch)
     wide_case = _pytree.tree_map(lambda x: x.double() if x.is_floating_point() else x, (case.params, case.args))
     expected = expectation(case._replace(params=wide_case[0], args=wide_case[1]))[0].diagonal().sqrt()
     for lean in (True, False):
-        priced(monkeypatch, lean)
+        priced(monkeypatch, lean, 16)
         norms = found(case)[0].sqrt()
         assert ((norms - expected).abs() / expected).max() <= 16 * eps(torch.float32)
 
@@ -85,7 +77,7 @@ def crossed(losses):
 @pytest.mark.parametrize("take", [squared_norms_fn, gramian_fn, crossed])
 @pytest.mark.parametrize("kind", KINDS)
 def test_composes_with_every_transform(kind, take, lean, monkeypatch):
-    priced(monkeypatch, lean)
+    priced(monkeypatch, lean, 16)
     case = KINDS[kind](mlp((2, 3, 3)))
     flat, spec = _pytree.tree_flatten(case.params)
     counted = numbers(*take(case.losses)(case.params, *case.args)[0].shape, seed=5)
