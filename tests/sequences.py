@@ -40,7 +40,7 @@ def rows_of_kind(kind, m, seed=0):
         "low rank": lambda: J[:, :left] @ normal(left, m + 5),
         "rank one": lambda: J[:, :1] * J[:1],
         "opposite": lambda: torch.cat([J[:-1], -J[:1]]),
-        "opposite halves": lambda: torch.cat([J[:left], -J[:right]]),
+        "halves": lambda: torch.cat([J[:left], -J[:right]]),
         "repeated": lambda: torch.cat([J[:left], J[:right]]),
         "zeros": lambda: J * (torch.arange(m) % 2)[:, None],
         "integers": lambda: torch.randint(-2, 3, (m, max(1, m - 1)), generator=draw).double(),

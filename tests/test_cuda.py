@@ -226,15 +226,8 @@ def test_copies_of_many_tensors_have_the_same_bits(dtype):
     values = [0.0, 1.5, -7.0]
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        values += [
-            -0.0,
-            torch.inf,
-            -torch.inf,
-            info.max,
-            info.min,
-            info.smallest_normal,
-            info.smallest_normal * info.eps,
-        ]
+        least = info.smallest_normal
+        values += [-0.0, torch.inf, -torch.inf, info.max, info.min, least, least * info.eps]
     x = torch.tensor(values, dtype=torch.float64).to(dtype).cuda()
     given = [x, x.repeat(2, 1).mT, x[::2], x[:0]]
     for y, z in zip(clone_each(given), given, strict=True):

@@ -255,26 +255,6 @@ def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
     check_within(state.optimizer[1], rows.double().mean(0).norm(), rounding * norms.mean())
 
 
-@pytest.mark.parametrize("spoiled", [None, "price", "x"])
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_accumulated_parts_skip_and_scale_as_a_step_of_the_whole_batch(shown, spoiled, shape):
-    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "jd.accumulate(" in code]
-    batch = {name: shown[name].clone() for name in ("x", "kind", "price")}
-    if spoiled:
-        batch[spoiled][5] = torch.inf
-    how = {"losses": shown["losses"], "aggregator": jd.upgrad(), "optimizer": jd.sgd(lr=0.1)}
-    start = shown["params"], *(shown[name] for name in batch)
-    state = jd.train_state(*start, scale=jd.scale_state(2.0**10, shape=shape), **how)
-    session = shown | batch | {"mixed": shown["losses"], "method": how, "state": state}
-    exec(compile(block, "recipes", "exec"), session)
-    expected, info = jd.step(state, *batch.values(), **how)
-    found = session["state"]
-    assert bool(info.moved) is (spoiled is None)
-    for p, other in zip(*map(optree.tree_leaves, (found.params, expected.params)), strict=True):
-        check_within(p, other, 16 * eps(p.dtype) * (1 + other.abs().max()))
-    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0)
-
-
 def trained(shown, state, method, steps):
     for _ in range(steps):
         state, _ = jd.step(state, *batch_of(shown), **method)

@@ -82,20 +82,6 @@ def kind_of(name):
     return "has its own weights"
 
 
-@pytest.mark.parametrize("name", ["uw", "imtl_l"])
-def test_training_goes_on_where_labels_were_missing(name):
-    losses = lambda p, has: {"a": (p - 1).square().mean(), "b": has * (p - 2).square().mean()}
-    how = {"losses": losses, "aggregator": getattr(jd, name)(), "optimizer": jd.sgd(0.1)}
-    state = jd.train_state(torch.zeros(2), torch.tensor(1.0), **how)
-    for k in range(100):
-        state, _ = jd.step(state, torch.tensor(float(k < 5)), **how)
-    remembered = tree_leaves(state.aggregator)[0][1]
-    state, info = jd.step(state, torch.tensor(1.0), **how)
-    assert info.moved
-    assert 0.9 <= state.params[0] <= 2.1
-    assert abs(remembered) < 1
-
-
 def test_transforms_keep_it_too():
     rule, (J, losses) = jd.gradnorm(), drawn("gradnorm", 0, absent=1)
     before = run("gradnorm", [drawn("gradnorm", 7)]).state

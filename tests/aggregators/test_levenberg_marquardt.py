@@ -102,17 +102,6 @@ def test_with_the_rates_1_and_0_failed_steps_are_taken_back():
     check_within(found, torch.from_numpy(expected), 12 * 2**18 * eps())
 
 
-def test_a_skipped_step_keeps_the_damping():
-    params, index = {"x": torch.tensor([-1.2, 1.0], dtype=torch.float64)}, torch.arange(2)
-    losses = fj.per_example(lambda p, i, bad: rosenbrock(p, i) + bad)
-    how = {"losses": losses, "aggregator": fj.levenberg_marquardt(), "optimizer": fj.sgd(1.0)}
-    good, bad = torch.zeros(2).double(), torch.tensor([0.0, torch.nan]).double()
-    state, _ = fj.step(fj.train_state(params, index, good, **how), index, good, **how)
-    skipped, info = fj.step(state, index, bad, **how)
-    assert not info.moved
-    assert all(map(torch.equal, skipped.aggregator, state.aggregator))
-
-
 def test_new_points_are_learned_after_a_long_rest_at_rounding():
     g = torch.Generator().manual_seed(0)
     few, many = (torch.randn(n, 20, generator=g, dtype=torch.float64) for n in (8, 40))

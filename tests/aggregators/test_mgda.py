@@ -1,8 +1,5 @@
-"""MGDA: the least norm, certified by duality and by all faces of the simplex."""
+"""MGDA: the least norm, certified by duality."""
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
 from bounds import check_within, eps, half_the_digits
@@ -12,8 +9,8 @@ from sequences import integer_jacobians, random_rows
 
 import functional_jd as jd
 
-# By how much a search may miss a bound, relative to the terms; within how much other solvers meet theirs.
-MISSED, FEASIBLE = 1e-12, 1e-9
+# By how much a search may miss a bound, relative to the terms.
+MISSED = 1e-12
 
 
 def direction(J):
@@ -63,7 +60,7 @@ def test_stationary_rows_give_nothing(m):
 
 
 def capped(J, cap):
-    """Weights and direction, certified: in the capped simplex, and no allowed weights u have `<u'J, d> < |d|^2`."""
+    """Certify the weights: in the capped simplex, and no allowed weights u have `<u'J, d> < |d|^2`."""
     result = jd.aggregate(jd.mgda(cap=cap), J)
     w, d = result.weights, result.direction
     m, norms = len(J), torch.linalg.vector_norm(J, dim=1)
@@ -73,24 +70,6 @@ def capped(J, cap):
     order = (J @ d).argsort()  # the least <u'J, d> gives as much as is allowed to rows with the least gains
     u = torch.zeros_like(w).index_put((order,), (1 - cap * torch.arange(m).double()).clamp(0, cap))
     assert d @ d - u @ J @ d <= MISSED * (w @ norms) * ((u + w) @ norms)
-    return w, d
-
-
-def by_enumeration(J, cap):
-    """The least norm by all sets of weights at 0, between, and at the cap; those between solve their equations."""
-    m, shortest = len(J), None
-    for kinds in itertools.product((0, 1, 2), repeat=m):
-        between, top = [i for i in range(m) if kinds[i] == 1], [i for i in range(m) if kinds[i] == 2]
-        w = np.where(np.array(kinds) == 2, cap, 0.0)
-        if between:
-            G, k = J @ J.T, len(between)
-            system = np.block([[G[np.ix_(between, between)], -np.ones((k, 1))], [np.ones((1, k)), np.zeros((1, 1))]])
-            right = np.append(-G[np.ix_(between, top)].sum(1) * cap, 1 - cap * len(top))
-            w[between] = np.linalg.lstsq(system, right, rcond=None)[0][:k]
-        if abs(w.sum() - 1) < FEASIBLE and w.min() > -FEASIBLE and w.max() < cap + FEASIBLE:
-            d = w @ J
-            shortest = d if shortest is None or d @ d < shortest @ shortest else shortest
-    return torch.from_numpy(shortest)
 
 
 shares = st.sampled_from([0.0, 1 / 64, 1 / 4, 1 / 3, 1 / 2, 7 / 8])
@@ -100,11 +79,9 @@ def cap_of(J, share):
     return share + (1 - share) / len(J)
 
 
-@given(integer_jacobians(rows=(1, 4)), shares)
-def test_a_cap_gives_the_least_norm_of_all_sets_of_weights(J, share):
-    cap = cap_of(J, share)
-    _, d = capped(J, cap)
-    check_within(d, by_enumeration(J.numpy(), cap), half_the_digits(J.norm()))
+@given(integer_jacobians(), shares)
+def test_a_cap_gives_the_least_norm_of_degenerate_rows(J, share):
+    capped(J, cap_of(J, share))
 
 
 @pytest.mark.parametrize("m", [2, 3, 5, 8, 16, 32, 64])

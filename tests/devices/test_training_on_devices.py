@@ -179,21 +179,6 @@ def test_keys_and_torchs_own_draws(engine):
     same_on_both(run, {"w": numbers(5, 3)}, jd.random.key(0), numbers(4, 5))
 
 
-def test_a_transformer_in_training_mode():
-    net = made(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.3, batch_first=True).double())
-    apply = jd.functional(net)
-
-    def losses(params, key, x):
-        key, now = jd.random.split(key)
-        return jd.random.keyed(lambda: apply(params, {}, x)[0])(now).square().mean((1, 2)), key
-
-    def run(device, params, key, x):
-        return trained(device, params, x, losses=losses, buffers=key, aggregator=jd.mean(), steps=1)
-
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    same_on_both(run, params, jd.random.key(5), numbers(3, 5, 4))
-
-
 def test_steps_of_several_models_at_once_and_their_derivatives():
     case = plain(MODELS["mlp"]())
     params = torch.utils._pytree.tree_map(lambda p: torch.stack([p, p.flip(-1)]), case.params)

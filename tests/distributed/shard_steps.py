@@ -13,7 +13,6 @@ from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from two_replicas import train_by_weights
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -147,20 +146,6 @@ def check_a_mesh_of_two_dimensions():
         assert {k: list(leaf.placements) for k, leaf in state.params.items()} == layouts
         assert all_same((state, infos))
         close(state, expected)
-
-
-def check_weights_serve_a_loop_with_fully_shard():
-    net = network()
-    apply, params = fj.functional(net), {name: p.detach().clone() for name, p in net.named_parameters()}
-    x, y = torch.randn(EXAMPLES, 5), torch.randn(EXAMPLES, 3)
-    losses = lambda params, x, y: ((apply(params, {}, x)[0] - y) ** 2).mean(0)
-    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
-    state = fj.train_state(params, x, y, **how)
-    for _ in range(STEPS):
-        state, info = fj.step(state, x, y, **how)
-    net, values = train_by_weights(net, mine((x, y)), mesh(), fj.upgrad(), STEPS)
-    close(dict(net.named_parameters()), state.params)
-    close(values, info.losses)
 
 
 def network():

@@ -11,7 +11,7 @@ from exact.rows import SOME, degenerate, resolution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd import aggregate, graddrop, gradvac, krum, pcgrad, trimmed_mean
+from functional_jd import aggregate, graddrop, gradvac, pcgrad, trimmed_mean
 from functional_jd.aggregation.hyper_parameters import random_visit_orders
 from functional_jd.random import key, split, uniform
 
@@ -116,25 +116,6 @@ def test_trimmed_mean_leaves_the_ends_out(J, trim):
         E = np.sort(decimals(J), axis=0)[trim : len(J) - trim]
         bound = len(J) * eps(J.dtype) * floats(abs(E).sum(0) / len(E)) + 1e-320
         check_within(aggregate(trimmed_mean(trim), J).direction, floats(E.sum(0) / len(E)), bound)
-
-
-@SOME
-@given(degenerate(), st.integers(0, 3), st.integers(1, 3), st.sampled_from([0.0, 1e3, 1e6]))
-def test_krum_selects_the_lowest_scores_as_far_as_norms_let_it_see(J, n_byzantine, n_selected, offset):
-    if len(J) < max(n_byzantine + 3, n_selected):
-        return
-    J = J.double() + offset * J.double().abs().amax()
-    with precisely():
-        E = decimals(J)
-        squares = [sorted((g - h) @ (g - h) for j, h in enumerate(E) if j != i) for i, g in enumerate(E)]
-        scores = np.array([sum(row[: len(J) - n_byzantine - 2]) for row in squares], dtype=object)
-        w = aggregate(krum(n_byzantine, n_selected), J).weights
-        chosen = (w > 0).numpy()
-        assert chosen.sum() == n_selected
-        check_within(w[w > 0], torch.full((n_selected,), 1 / n_selected, dtype=torch.float64), eps())
-        # A distance is as accurate as the squared norms that it is the difference of.
-        rounding = Decimal(8 * sum(J.shape) * eps()) * sum(lengths(E) ** 2)
-        assert max(scores[chosen]) <= sorted(scores)[n_selected - 1] + rounding
 
 
 @pytest.mark.parametrize("distance", [1e-5, 1e-6, 1e-8, 0.0])

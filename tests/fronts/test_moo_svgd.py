@@ -97,11 +97,3 @@ def test_solutions_that_start_close_spread_over_the_front(seed):
         worth.append(float(hypervolume(front.losses, reference)))
     # The whole front, sqrt(L_1) + sqrt(L_2) = 1, dominates 4 - 1/6; six points dominate less.
     assert worth[0] < 3.5 < 3.7 < worth[1] < 4 - 1 / 6
-
-
-def test_solutions_at_the_ends_of_a_front_stay_there():
-    # On the line between the minima; the ends are the minima themselves.
-    start = torch.tensor([[-1.0], [-0.6], [0.7], [1.0]], dtype=torch.float64)
-    found = trained(start, lambda w: quadratics(w) / 12, moo_svgd(), [0.03], 50).states.params
-    assert torch.equal(found[[0, 3]], start[[0, 3]])
-    assert -1 < found[1] < 0 < found[2] < 1

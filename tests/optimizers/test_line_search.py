@@ -1,6 +1,5 @@
 """Line searches against brute force over the rates, in steps and by hand, under transforms, and their mistakes."""
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -8,13 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from bounds import eps
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._pytree import tree_map
 
 import functional_jd as fj
 from functional_jd import line_search
-from functional_jd.optimizers.line_search import LineSearchState
 
 RATES = [4.0, 1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-4, 0.0]
 START = {"x": torch.tensor([-1.2, 1.0], dtype=torch.float64)}
@@ -67,19 +63,6 @@ def test_newton_with_a_search_solves_rosenbrock_where_full_steps_climb():
     plain = {**how, "optimizer": fj.sgd(1.0)}
     full, first = fj.step(fj.train_state(START, **plain), **plain)
     assert half_squares(rosenbrock(full.params)) > half_squares(first.losses)
-
-
-@given(st.lists(st.floats(0, 4), min_size=1, max_size=6), st.integers(0, 99))
-def test_the_merit_of_a_step_is_the_least_among_the_rates(rates, seed):
-    numbers = torch.Generator().manual_seed(seed)
-    A, x = (torch.randn(3, 3, generator=numbers, dtype=torch.float64) for _ in range(2))
-    optimizer = line_search(fj.sgd(1.0), rates, merit=torch.sum)
-    f = lambda p: (A @ p).square()
-    moved, state = optimizer.search(f, A.mT @ (A @ x), optimizer.init(x), x)
-    values = [float(f(x - rate * (A.mT @ (A @ x))).sum()) for rate in rates]
-    bound = 64 * eps() * float((A.abs() @ (x.abs() + max(rates) * (A.mT @ (A @ x)).abs())).square().sum())
-    assert float(f(moved).sum()) <= min(values) + bound
-    assert float(state.rate) in rates
 
 
 @pytest.mark.parametrize(("rates", "to", "best"), [([4.0, 0.25, 0.125], 1.25, 0.25), ([4.0, 2.0], 1, 0)])
@@ -186,21 +169,6 @@ def test_all_rates_see_the_same_noise(way):
             assert torch.equal(moved, x - 1)
     # The optimizer inside goes on from its own state: its momentum is that of the second step of torch's.
     assert torch.equal(optimizer.search(losses, torch.ones(2), state, x)[0], x - 1.9)
-
-
-def test_a_skipped_step_keeps_the_rate_and_a_checkpoint_goes_on():
-    how = method(losses=lambda p, x: rosenbrock(p) * x)
-    one = torch.ones(2, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state, _ = fj.step(fj.train_state(START, one, **how), one, **how)
-    skipped, info = fj.step(state, one * torch.inf, **how)
-    assert not info.moved
-    assert torch.equal(skipped.optimizer.rate, state.optimizer.rate)
-    back = fj.from_checkpoint(fj.to_checkpoint(state), like=state)
-    assert isinstance(back.optimizer, LineSearchState)
-    ours, theirs = (fj.step(each, one, **how)[0] for each in (state, back))
-    assert torch.equal(ours.params["x"], theirs.params["x"])
 
 
 def test_mistakes_are_named_with_their_cure():

@@ -101,29 +101,6 @@ def test_gradients_of_examples_of_shared_layers(make, examples, rule):
     check_stable(found, lambda rows: jd.aggregate(rule, rows).direction, rows)
 
 
-def test_a_frozen_weight_beside_a_bias_that_is_trained():
-    torch.manual_seed(0)
-    net, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=DOUBLE)
-    net.weight.requires_grad_(False)
-    apply = jd.functional(net)
-    trained, constant = jd.objectives.partition(dict(net.named_parameters()), lambda name, p: p.requires_grad)
-    loss = lambda p, x: apply(jd.objectives.merge(p, constant), {}, x)[0].square().sum()
-    squares, *_ = jd.squared_norms_fn(jd.per_example(loss))(trained, x)
-    expected = 4 * net(x).square().sum(1)
-    check_within(squares, expected.detach(), 64 * eps() * expected.detach())
-    how = {"losses": jd.per_example(lambda p, x: apply(p, {}, x)[0].sum()), "aggregator": jd.clipped(1.0)}
-    with pytest.raises(ValueError, match=r"found frozen 'weight'.*partition"):
-        jd.train_state(dict(net.named_parameters()), x, optimizer=jd.sgd(0.1), **how)
-
-
-def test_dropout_in_losses_of_examples_draws_a_mask_for_each():
-    x, p = torch.ones(64, 8), torch.ones(8)
-    torch.manual_seed(0)
-    J, _ = jd.jacobian_fn(jd.per_example(lambda p, x: functional.dropout(p * x, 0.5).sum()))(p, x)
-    assert set(J.unique().tolist()) == {0.0, 2.0}
-    assert len(J.unique(dim=0)) > 32
-
-
 def test_the_same_key_draws_the_same_mask_in_every_call_and_in_a_hessian():
     f, p = jd.random.keyed(lambda p: (functional.dropout(p, 0.5) ** 2).sum()), torch.ones(6)
     key = jd.random.key(3)
@@ -161,22 +138,6 @@ def test_checkpoints_and_offloaded_activations_in_losses(examples):
         assert examples == any(reason in str(w.message) for w in told for reason in reasons)
         for name in expected:
             check_within(found[name], expected[name], 256 * eps() * (1 + expected[name].abs().max()))
-
-
-def test_batch_normalization_in_an_ensemble_and_in_losses_of_examples():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    x = torch.randn(6, 3, dtype=DOUBLE)
-    apply, params = jd.functional(net), values_of(net)
-    buffers = {name: b.expand(2, *b.shape) for name, b in net.named_buffers()}
-    several = {name: torch.stack([p, p + 0.1]) for name, p in params.items()}
-    _, moved = torch.vmap(apply, in_dims=(0, 0, None))(several, buffers, x)
-    for k in range(2):
-        _, alone = apply({name: p[k] for name, p in several.items()}, {name: b[k] for name, b in buffers.items()}, x)
-        check_within(moved["1.running_mean"][k], alone["1.running_mean"], 64 * eps())
-    one = jd.per_example(lambda p, x: apply(p, dict(net.named_buffers()), x[None])[0].sum())
-    with pytest.raises(ValueError, match=r"batch_norm of a batch of one.*Use eval mode"):
-        jd.train_state(params, x, losses=one, aggregator=jd.clipped(1.0), optimizer=jd.sgd(0.1))
 
 
 def test_a_batch_that_the_losses_change_in_place_is_changed_once():

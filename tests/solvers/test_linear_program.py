@@ -94,23 +94,6 @@ def test_derivatives_of_the_vertex():
     assert torch.autograd.gradgradcheck(vertex, inputs)
 
 
-def test_second_derivatives_agree_in_every_mode():
-    objectives, rows, limits = map(torch.tensor, program(3, 4, 6))
-    objectives, change = objectives.abs() + 0.1, torch.tensor(np.random.default_rng(0).normal(size=rows.shape))
-    grad, zero = torch.func.grad, torch.zeros((), dtype=torch.float64)
-
-    def value(t):
-        return linear_program(objectives, rows + t * change, limits) @ objectives[1]
-
-    def jvp(f):
-        return lambda t: torch.func.jvp(f, (t,), (torch.ones_like(t),))[1]
-
-    expected = grad(grad(value))(zero)
-    assert expected.abs() > 1e-2
-    for found in (jvp(jvp(value)), grad(jvp(value)), jvp(grad(value))):
-        torch.testing.assert_close(found(zero), expected)
-
-
 points = hnp.arrays(np.float64, st.integers(1, 8), elements=st.integers(-12, 12).map(lambda n: n / 4)).map(
     torch.from_numpy
 )
