@@ -4,8 +4,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from fuzz_values import USUAL, WHERE, given, loss_of_one, method, ones, params, state, x
-from garbage import BATCHES, CALLABLE, EMPTY, EVERYTHING, NOT_NEGATIVE, OPTION, SWITCH, TREE, Call, kinds
+from fuzz_values import ARGUMENTS, USUAL, WHERE, Argument, call, ones, params, scale_state, state, x
+from garbage import CALLABLE, EMPTY, EVERYTHING, NOT_NEGATIVE, OPTION, SWITCH, TREE, kinds
 
 import functional_jd as jd
 
@@ -32,37 +32,31 @@ def _heads(own, features, x):
 
 
 OBJECTIVES = {
-    "functional": Call(
+    "functional": call(
         _apply,
-        given("x", module=_module, params=lambda: dict(_module().named_parameters()), buffers=dict),
-        {"buffers": kinds({"dict"}), "module": kinds({"module"}), "x": EVERYTHING},
-        kinds({"x"}),
+        module=Argument(_module, kinds({"module"})),
+        params=lambda: dict(_module().named_parameters()),
+        buffers=Argument(dict, kinds({"dict"})),
+        x=Argument(x, EVERYTHING, function=True),
     ),
-    "partition": Call(
-        jd.objectives.partition,
-        lambda: {"tree": params(), "predicate": lambda name, _: name == "w"},
-        {"tree": TREE | EMPTY},
-        kinds({"predicate"}),
-    ),
-    "merge": Call(
+    "partition": call(jd.objectives.partition, predicate=Argument(lambda: lambda name, _: name == "w", function=True)),
+    "merge": call(
         jd.objectives.merge,
-        lambda: dict(zip(("chosen", "rest"), _split(), strict=True)),
-        dict.fromkeys(("chosen", "rest"), kinds({"dict"})),
+        chosen=Argument(lambda: _split()[0], kinds({"dict"})),
+        rest=Argument(lambda: _split()[1], kinds({"dict"})),
     ),
-    "per_example": Call(
+    "per_example": call(
         lambda loss, in_dims, params, x: jd.per_example(loss, in_dims)(params, x),
-        given("params", loss=lambda: loss_of_one, in_dims=0, x=lambda: ones(3, 2)),
-        {"in_dims": kinds({"zero"}), "x": EVERYTHING},
-        kinds({"loss"}),
+        in_dims=Argument(0, kinds({"zero"})),
+        x=lambda: ones(3, 2),
     ),
-    "multitask": Call(
+    "multitask": call(
         lambda features, heads, params, x: jd.multitask(features, heads)(params, x),
-        lambda: {"features": _features, "heads": _heads, "params": {"shared": params(), "heads": params()}, "x": x()},
-        {"x": EVERYTHING},
-        kinds({"features", "heads"}),
+        features=Argument(lambda: _features, function=True),
+        heads=Argument(lambda: _heads, function=True),
+        params=lambda: {"shared": params(), "heads": params()},
     ),
 }
-CONSTANTS = kinds({"wrong_shape", "scalar", "nans", "meta", "nested", "record"})
 
 
 def _returning(returned: Any, losses: Any) -> Any:
@@ -107,67 +101,30 @@ def _weights(losses, returned, aggregator, params, x, group):
     return jd.weights_fn(_returning(returned, losses), aggregator, group=group)(params, x)
 
 
-_OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS}
-_LOSSES = kinds({"losses"})
-_ARGNUMS = kinds({"zero", "minus_one"})
-_WEIGHTS = kinds({"nans", "meta"})
-_GIVEN = "losses returned params x"
-_ARGUMENT = f"{_GIVEN} has_aux scale"
-
-
-def _of_products(f: Any) -> Call:
-    fine = _OF_TWO | {"argnums": _ARGNUMS, "weights": _WEIGHTS}
-    return Call(partial(_products, f), given(_ARGUMENT, argnums=0, weights=lambda: ones(2)), fine, _LOSSES)
-
+SCALE = Argument(scale_state, OPTION | {"scalar", "nans"})
+NONE = Argument(None, OPTION)
+BATCH = lambda: (x(),)
 
 ENGINES = {
-    "jacobian_fn": Call(
-        _jacobian,
-        given(_ARGUMENT, argnums=0, mode="loop", chunk_size=2),
-        _OF_TWO | {"chunk_size": OPTION, "argnums": _ARGNUMS},
-        _LOSSES,
-    ),
-    "gramian_fn": _of_products(jd.gramian_fn),
-    "squared_norms_fn": _of_products(jd.squared_norms_fn),
-    "cross_gramian_fn": Call(
-        _cross,
-        given("losses returned params scale", batch_a=lambda: (x(),), batch_b=lambda: (x(),)),
-        {"scale": OPTION | {"scalar"}, "returned": CONSTANTS},
-        _LOSSES,
-    ),
-    "weighted_fn": Call(
-        _weighted,
-        given(_ARGUMENT, weights=lambda: ones(2), last=False),
-        _OF_TWO | {"weights": _WEIGHTS, "last": SWITCH},
-        _LOSSES,
-    ),
-    "weigh": Call(
+    "jacobian_fn": call(_jacobian, jd.jacobian_fn, scale=SCALE),
+    "gramian_fn": call(partial(_products, jd.gramian_fn), jd.gramian_fn, scale=SCALE),
+    "squared_norms_fn": call(partial(_products, jd.squared_norms_fn), jd.squared_norms_fn, scale=SCALE),
+    "cross_gramian_fn": call(_cross, batch_a=BATCH, batch_b=BATCH, scale=Argument(SCALE.value, OPTION | {"scalar"})),
+    "weighted_fn": call(_weighted, jd.weighted_fn, scale=SCALE, last=Argument(False, SWITCH)),
+    "weigh": call(
         _weigh,
-        given(
-            "aggregator",
-            losses=USUAL,
-            parameters=lambda: [_point()],
-            state=None,
-            scale=None,
-            features=None,
-            group=False,
-        ),
-        dict.fromkeys(("state", "scale", "group", "features"), OPTION),
-        _LOSSES,
-        names=("distributed",),
+        jd.weigh,
+        losses=lambda: USUAL,
+        parameters=lambda: [_point()],
+        state=NONE,
+        scale=NONE,
+        features=NONE,
+        group=False,
+        said_by=("distributed",),
     ),
-    "weights_fn": Call(
-        _weights,
-        given(f"{_GIVEN} aggregator", group=False),
-        {"x": EVERYTHING, "returned": CONSTANTS, "group": OPTION},
-        _LOSSES,
-        names=("distributed",),
-    ),
-    "jacobian_engine": Call(jd.engines.jacobian_engine, given(mode="loop", chunk_size=2), {"chunk_size": OPTION}),
-    **{
-        f"{name}_engine": Call(getattr(jd.engines, f"{name}_engine"), dict)
-        for name in ("gramian", "weighted", "features")
-    },
+    "weights_fn": call(_weights, group=False, said_by=("distributed",)),
+    "jacobian_engine": call(jd.engines.jacobian_engine),
+    **{f"{name}_engine": call(getattr(jd.engines, f"{name}_engine")) for name in ("gramian", "weighted", "features")},
 }
 
 
@@ -188,83 +145,41 @@ def _privately(**given):
     return jd.step(jd.train_state(params(), batch, **how), batch, **how)
 
 
-def _keep(info: Any) -> None:
-    pass
-
-
 def _accumulated(parts, params, losses, returned, **others):
     return jd.accumulate(_returning(returned, losses), parts, params=params, **others)
 
 
-def _stepping():
-    return partial(jd.step, **method())
-
-
-SEARCHES = {"blame": Call(partial(_searched, jd.diagnostics.blame), given(f"{_GIVEN} scale"), _OF_TWO, _LOSSES)}
-_STARTED = {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})}
+SEARCHES = {"blame": call(partial(_searched, jd.diagnostics.blame), jd.diagnostics.blame, scale=SCALE)}
+WHATEVER = Argument(lambda: USUAL)  # nothing that losses return is right to begin with
 TRAINING = {
-    "accumulate": Call(
-        _accumulated,
-        given(
-            "params losses returned aggregator scale buffers group",
-            parts=lambda: [(x(),), (2 * x(),)],
-            state=None,
-            skip="part",
-        ),
-        {"scale": OPTION, "state": OPTION, "group": OPTION, "returned": CONSTANTS},
-        _LOSSES,
-    ),
-    "check": Call(partial(_searched, jd.check), given(f"{_ARGUMENT} buffers constant"), _STARTED, _LOSSES),
-    "train_state": Call(
-        _train_state, given(f"{_ARGUMENT} buffers constant engine aggregator optimizer"), _STARTED, _LOSSES
-    ),
-    "step": Call(
-        _step,
-        given("state x losses returned aggregator optimizer engine has_aux"),
-        {"x": EVERYTHING, "returned": CONSTANTS},
-        _LOSSES,
-    ),
-    "steps": Call(
-        lambda **given: list(jd.steps(**given)),
-        given("state", step=_stepping, batches=lambda: [x()], patience=5),
-        {"patience": OPTION, "batches": BATCHES},
-        kinds({"step"}),
-        ("step",),
-    ),
-    "fit": Call(
-        jd.fit,
-        given("state", step=_stepping, batches=lambda: [x()], on_step=lambda: _keep, progress=False, patience=5),
-        {"patience": OPTION, "on_step": OPTION | {"class"}, "batches": BATCHES, "progress": SWITCH},
-        kinds({"step", "on_step"}),
-        ("step",),
-    ),
-    "compiled": Call(
+    "accumulate": call(_accumulated, jd.accumulate, parts=lambda: [(x(),), (2 * x(),)], state=NONE, skip="part"),
+    "check": call(partial(_searched, jd.check), jd.check, returned=WHATEVER),
+    "train_state": call(_train_state, jd.train_state, returned=WHATEVER),
+    "step": call(_step, jd.step),
+    "steps": call(lambda **given: list(jd.steps(**given)), jd.steps, said_by=("step",)),
+    "fit": call(jd.fit, said_by=("step",)),
+    "compiled": call(
         lambda f, backend, donate, state, x: jd.compiled(f, backend=backend, donate=donate)(state, x),
-        given("state x", f=_stepping, backend="eager", donate=False),
-        {"x": EVERYTHING, "backend": CALLABLE},
-        kinds({"f", "backend"}),
-        ("compiled", "step"),
+        f=ARGUMENTS["step"],
+        backend=Argument("eager", CALLABLE, function=True),
+        donate=False,
+        said_by=("compiled", "step"),
     ),
-    "chosen_engine": Call(_chosen, given("losses state x aggregator"), {"x": EVERYTHING, "losses": CALLABLE}, _LOSSES),
-    "private": Call(
+    "chosen_engine": call(_chosen, losses=ARGUMENTS["losses"]._replace(fine=CALLABLE)),
+    "private": call(
         _privately,
-        given(
-            "optimizer key",
-            loss=lambda: loss_of_one,
-            **{"max_norm": 1.0, "noise_multiplier": 1.0, "batch_size": 4.0, "clipping": "flat"},
-        ),
-        dict.fromkeys(("max_norm", "batch_size"), kinds({"scalar"})) | {"noise_multiplier": NOT_NEGATIVE - {"true"}},
-        kinds({"loss"}),
-        ("train_state", "per_example"),
+        jd.private,
+        noise_multiplier=Argument(1.0, NOT_NEGATIVE - {"true"}),
+        clipping="flat",
+        said_by=("train_state", "per_example"),
     ),
-    "to_checkpoint": Call(
+    "to_checkpoint": call(
         jd.to_checkpoint,
-        given("state aggregator optimizer", whole=False),
-        {"state": TREE | EMPTY, "aggregator": OPTION, "optimizer": OPTION, "whole": SWITCH},
+        state=Argument(state, TREE | EMPTY),
+        aggregator=Argument(jd.upgrad, OPTION),
+        optimizer=Argument(lambda: jd.sgd(0.1), OPTION),
     ),
-    "from_checkpoint": Call(
-        jd.from_checkpoint,
-        given(checkpoint=lambda: jd.to_checkpoint(state()), like=state, aggregator=None, optimizer=None),
-        {"aggregator": OPTION, "optimizer": OPTION},
+    "from_checkpoint": call(
+        jd.from_checkpoint, checkpoint=lambda: jd.to_checkpoint(state()), like=state, aggregator=NONE, optimizer=NONE
     ),
 }

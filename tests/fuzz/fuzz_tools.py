@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from fuzz_values import eye, given, infos, ones, rows, scale_state, tensor, zeros
+from fuzz_values import Argument, call, eye, infos, ones, rows, scale_state, tensor, zeros
 from garbage import CALLABLE, EVERYTHING, FLOATS, OF_TWO, OPTION, SWITCH, Call, kinds
 from hypothesis import Phase, settings
 from matplotlib import pyplot as plt
@@ -13,10 +13,10 @@ import functional_jd as jd
 from functional_jd import plotting, testing
 
 OF_LOSSES = kinds({"nans", "nested", "meta"})
-NAMES = OPTION | {"numpy"}
+AX = Argument(lambda: _five_axes()[0], OPTION)
 
 
-def _plot(f, valid, fine: dict[str, Any] | None = None, names: tuple[str, ...] = ()) -> Call:
+def _plot(f: Any, public: Any = None, **own: Any) -> Call:
     """A plot is closed again."""
 
     def use(**given: Any) -> None:
@@ -25,7 +25,7 @@ def _plot(f, valid, fine: dict[str, Any] | None = None, names: tuple[str, ...] =
         finally:
             plt.close("all")
 
-    return Call(use, valid, {"ax": OPTION, **(fine or {})}, names=names)
+    return call(use, public or f, **({"ax": AX} | own))
 
 
 @cache
@@ -33,17 +33,9 @@ def _five_axes() -> list[Any]:
     return list(plt.figure().subplots(5))
 
 
-def _axes() -> Any:
-    return _five_axes()[0]
-
-
 @cache
 def _infos() -> tuple[jd.StepInfo, ...]:
     return tuple(infos())
-
-
-def _points() -> torch.Tensor:
-    return tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
 
 
 def _rules() -> dict[str, jd.Aggregator]:
@@ -57,30 +49,37 @@ def _problem() -> plotting.Problem:
 PLOTTING = {
     "cone": _plot(
         plotting.cone,
-        given(jacobian=lambda: {"w": rows()["w"]}, rules=_rules, ax=_axes, names=["a", "b"], losses=lambda: ones(2)),
-        {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES},
+        jacobian=Argument(lambda: {"w": rows()["w"]}, OF_TWO),
+        rules=Argument(_rules, OPTION | {"dict"}),
+        losses=Argument(lambda: ones(2), OPTION | OF_LOSSES),
     ),
-    "descend": Call(
+    "descend": call(
         plotting.descend,
-        lambda: {"problem": _problem(), "rule": jd.mean(), "optimizer": jd.sgd(0.1), "steps": 1, "starts": zeros(1, 2)},
-        {"optimizer": OPTION, "steps": OPTION | {"zero"}, "starts": OPTION},
+        problem=_problem,
+        rule=jd.mean,
+        optimizer=Argument(lambda: jd.sgd(0.1), OPTION),
+        steps=Argument(1, OPTION | {"zero"}),
+        starts=Argument(lambda: zeros(1, 2), OPTION),
     ),
     "front": _plot(
         plotting.front,
-        lambda: {"points": _points(), "names": ["a", "b"], "ax": _axes(), "reference": ones(2)},
-        {"names": NAMES, "reference": OPTION},
+        points=lambda: tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]]),
+        reference=Argument(lambda: ones(2), OPTION),
     ),
     "history": _plot(
         plotting.history,
-        lambda: {"infos": list(_infos()), "states": [scale_state(), scale_state()], "ax": _five_axes()},
-        {"states": OPTION},
+        infos=lambda: list(_infos()),
+        states=Argument(lambda: [scale_state(), scale_state()], OPTION),
+        ax=Argument(_five_axes, OPTION),
     ),
-    "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
-    "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
+    "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), ax=Argument(AX.value)),
+    "quadratics": call(plotting.quadratics, condition=Argument(10.0, SWITCH)),
     "trajectories": _plot(
         plotting.trajectories,
-        given(problem=_problem, rules=_rules, ax=_axes, contours=False, legend=False),
-        {"rules": kinds({"dict"}), "contours": SWITCH, "legend": SWITCH},
+        problem=_problem,
+        rules=Argument(_rules, kinds({"dict"})),
+        contours=Argument(False, SWITCH),
+        legend=Argument(False, SWITCH),
     ),
 }
 
@@ -93,48 +92,50 @@ def _law(name: str) -> Call:
         others = () if name == "non_finite" else (other,)
         getattr(testing, name)(rule, jacobian, *others, losses=losses)
 
-    def valid() -> dict[str, Any]:
-        J = eye(2, dtype=torch.float64)
-        return {"rule": jd.mean(), "jacobian": J, "other": J, "losses": ones(2, dtype=torch.float64)}
-
-    fine = {"losses": OPTION | OF_LOSSES}
-    if name == "non_finite":
-        fine |= {"jacobian": OF_TWO, "other": EVERYTHING}
-    return Call(use, valid, fine)
+    of_both, of_other = (OF_TWO, EVERYTHING) if name == "non_finite" else (kinds(), kinds())
+    double = lambda make, *shape: lambda: make(*shape, dtype=torch.float64)
+    return call(
+        use,
+        rule=jd.mean,
+        jacobian=Argument(double(eye, 2), of_both),
+        other=Argument(double(eye, 2), of_other),
+        losses=Argument(double(ones, 2), OPTION | OF_LOSSES),
+    )
 
 
 _FAST = settings(max_examples=1, database=None, phases=[Phase.generate], deadline=None)
 
 
-def _lawful(f: Any, fine: dict[str, Any]) -> Call:
-    return Call(lambda rule, law, **how: f(rule, law, **how), _subject, fine, kinds({"rule", "law"}))
-
-
-def _subject() -> dict[str, Any]:
-    return {
-        "rule": jd.uw,
-        "law": testing.pure,
-        "jacobians": testing.jacobians(2, 2),
-        "hyper": {"rate": testing.Range(0.1, 0.2)},
-        "settings": _FAST,
-    }
+def _lawful(f: Any, law: frozenset[str], fine: frozenset[str]) -> Call:
+    return call(
+        lambda rule, law, **how: f(rule, law, **how),
+        rule=Argument(lambda: jd.uw, function=True),
+        law=Argument(lambda: testing.pure, law, function=True),
+        jacobians=Argument(lambda: testing.jacobians(2, 2), OPTION),
+        hyper=lambda: {"rate": testing.Range(0.1, 0.2)},
+        settings=Argument(lambda: _FAST, fine),
+    )
 
 
 LAWS = [law.__name__ for law in (*testing.ALWAYS, *testing.BY_CLAIM, testing.differentiable) if law != testing.compiled]
 
 TESTING = {
     **{name: _law(name) for name in LAWS},
-    "obeys": _lawful(testing.obeys, {"law": CALLABLE, "jacobians": OPTION, "settings": OPTION}),
-    "laws_of": _lawful(testing.laws_of, {"law": CALLABLE - {"module"}, "jacobians": OPTION}),
-    "hyper_parameters_are_values": Call(
+    "obeys": _lawful(testing.obeys, CALLABLE, OPTION),
+    "laws_of": _lawful(testing.laws_of, CALLABLE - {"module"}, kinds()),
+    "hyper_parameters_are_values": call(
         testing.hyper_parameters_are_values,
-        lambda: {"build": jd.uw, "hyper": {"rate": 0.5}, "jacobian": rows(), "losses": ones(2)},
-        {"hyper": kinds({"dict"}), "jacobian": OF_TWO, "losses": OF_LOSSES},
-        kinds({"build"}),
+        build=Argument(lambda: jd.uw, function=True),
+        hyper=Argument(lambda: {"rate": 0.5}, kinds({"dict"})),
+        jacobian=Argument(rows, OF_TWO),
+        losses=Argument(lambda: ones(2), OF_LOSSES),
     ),
-    "jacobians": Call(
+    "jacobians": call(
         testing.jacobians,
-        lambda: {"rows": 2, "columns": (1, 2), "dtype": torch.float64, "like": None, "wide": True},
-        {"like": OPTION | FLOATS, "wide": SWITCH},
+        rows=2,
+        columns=(1, 2),
+        dtype=torch.float64,
+        like=Argument(None, OPTION | FLOATS),
+        wide=Argument(True, SWITCH),
     ),
 }

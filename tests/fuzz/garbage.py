@@ -71,6 +71,7 @@ TREE = kinds({"wrong_shape", "integers", "complex", "sparse", "scalar", "empty",
 FLOATS = kinds({"wrong_shape", "scalar", "empty", "nans", "meta", "nested", "record"})
 EMPTY = kinds({"none", "list", "dict"})  # pytrees without leaves
 OF_TWO = kinds({"nans", "nested", "record", "meta"})
+ROWS = OF_TWO | {"wrong_shape"}
 BATCHES = kinds({"list", "dict", "parameters", "sparse", "empty"})
 
 
