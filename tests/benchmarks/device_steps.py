@@ -53,12 +53,11 @@ class Count(NamedTuple):
     peak: int
 
 
-def ours(case: tuple[str, int], rule: str, form: str = FORMS[0], limit: int | None = None) -> Count:
-    """`step` with default arguments; an error after so many launches."""
+def ours(case: tuple[str, int], rule: str, form: str = FORMS[0]) -> Count:
+    """`step` with default arguments."""
     shape = {FORMS[0]: None, ONE_SCALE: ()}.get(form, (case[1],))
     with simulated() as device:
         side = steps.ours(partial(_model, case), _precision(form), RULES[rule](), shape=shape)
-        device.limit = limit
         return _counted(device, side.call)
 
 

@@ -1,11 +1,16 @@
 """What a family of models is, and its losses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from inputs import library, numbers, tokens
 from torch import Tensor, nn
+
+import functional_jd as fj
+
+KEY = fj.random.key(0)
 
 BATCH = 3
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -21,6 +26,7 @@ class Family(NamedTuple):
         predict: `predict(call, inputs) -> [batch, ...]`, where `call` takes what the module takes.
         draws: whether it draws random numbers while it trains.
         inside: the least precise dtype that it computes in.
+        trained: which parameters are trained, by name.
     """
 
     make: Callable[[], nn.Module]
@@ -28,10 +34,28 @@ class Family(NamedTuple):
     predict: Callable[[Callable[..., Any], Tensor], Tensor] = lambda call, x: call(x)
     draws: bool = False
     inside: torch.dtype = torch.float64
+    trained: Callable[[str], bool] = lambda name: True
 
-    def losses(self, call: Callable[..., Any], x: Tensor) -> dict[str, Tensor]:
+    def module(self) -> nn.Module:
+        """In float64, with noise on what starts at zero or one: there gradients vanish or cancel."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module = self.make()
+            with torch.no_grad():
+                for p in module.parameters():
+                    if p.is_floating_point() and (p == p.flatten()[0]).all():
+                        p += 0.1 * torch.randn(p.shape)
+        for name, p in module.named_parameters():
+            p.requires_grad_(self.trained(name))
+        return module.double().train()
+
+    def output(self, call: Callable[..., Any], key: Tensor, x: Tensor) -> Tensor:
+        """What the model gives, with the draws of the key."""
+        return self.predict(partial(fj.random.keyed(call), key) if self.draws else call, x)
+
+    def losses(self, call: Callable[..., Any], key: Tensor, x: Tensor) -> dict[str, Tensor]:
         """Three losses whose rows are far from parallel."""
-        out = self.predict(call, x)
+        out = self.output(call, key, x)
         out = out.float() if out.dtype.itemsize < 4 else out
         wave = torch.arange(out[0].numel(), dtype=out.dtype).sin().reshape(out[0].shape)
         return {
@@ -41,8 +65,8 @@ class Family(NamedTuple):
         }
 
     def loss(self, call: Callable[..., Any], x: Tensor) -> Tensor:
-        """The loss of one example."""
-        return self.predict(call, x[None]).cos().mean()
+        """The loss of one example; all examples have the same draws."""
+        return self.output(call, KEY, x[None]).cos().mean()
 
 
 def vectors(size: int = 5, *further: int) -> Tensor:

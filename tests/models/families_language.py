@@ -38,13 +38,6 @@ def dora():
     return base._replace(make=make)
 
 
-def switch():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "decoder_start_token_id": 0, "num_experts": 3}
-    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    options = {**WORDS, **sizes, **layers, "router_jitter_noise": 0.0, "dropout_rate": 0.0}
-    return hugging("SwitchTransformers", "SwitchTransformersForConditionalGeneration", labelled, words(), **options)
-
-
 def mixtral():
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True}
     experts["experts_implementation"] = "eager"  # the other has no kernel for float64
@@ -66,6 +59,25 @@ def gpt2():
     return causal("GPT2", "GPT2LMHeadModel", draws=True, **WORDS, **sizes)
 
 
+def bert():
+    """Every layer is a checkpoint, and has dropout."""
+    base = hugging("Bert", "BertForSequenceClassification", logits, words(), draws=True, vocab_size=32, **SIZES)
+
+    def make():
+        module = base.make()
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+    return base._replace(make=make)
+
+
+def lora():
+    """Only the adapters are trained."""
+    base, peft = gpt2(), library("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    return base._replace(make=lambda: peft.get_peft_model(base.make(), adapters), trained=lambda name: "lora" in name)
+
+
 def mamba():
     sizes = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "use_cache": False}
     return causal("Mamba", "MambaForCausalLM", **WORDS, **sizes)
@@ -79,11 +91,12 @@ def recurrent_gemma():
 LANGUAGE = {
     "t5": single(t5),
     "dora": single(dora),
-    "switch": single(switch),
     "mixtral": single(mixtral),
     "xlnet": xlnet,
     "deberta": deberta,
+    "bert": bert,
     "gpt2": gpt2,
+    "lora": lora,
     "mamba": single(mamba),
     "recurrent_gemma": single(recurrent_gemma),
     "gemma": single(lambda: causal("Gemma2", "Gemma2ForCausalLM", head_dim=8, sliding_window=4, **GROUPED)),

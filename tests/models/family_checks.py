@@ -3,13 +3,13 @@
 Bounds are measured: how far the ordinary loop ends from itself when its parameters are moved by some roundings.
 """
 
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from families import Family
-from plain_loops import Problem, functional_losses, keys
-from torch import Tensor
+from families import KEY, Family
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as fj
@@ -20,7 +20,7 @@ _ROUNDINGS = {
     torch.float32: 2.0**4 * torch.finfo(torch.float32).eps,
 }
 WEIGHTS = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
-RATE = 0.1
+RATE, STEPS = 0.1, 3
 
 
 class RefusedError(Exception):
@@ -45,20 +45,19 @@ class Reference:
     """A family at a point: the rows of an ordinary loop, and how well they are determined."""
 
     def __init__(self, family: Family):
-        self.family, self.key, self.x = family, keys(1)[0], family.inputs
+        self.family, self.x = family, family.inputs
         self.rounding = _ROUNDINGS[family.inside]
-        self.problem = Problem(family.make, family.losses, [(family.inputs,)], draws=family.draws)
-        module = self.problem.module()
-        self.params = {name: p.detach() for name, p in module.named_parameters()}
+        module = family.module()
+        self.params = {name: p.detach() for name, p in trained(module)}
         self.buffers = dict(module.named_buffers())
-        self.losses = functional_losses(self.problem, module, {})
+        self.losses = pure(family.losses, module)
 
     @cached_property
     def moved(self) -> list[tuple[Tensor, Tensor, Any]]:
         return [self.plain(seed) for seed in (None, 1, 2)]
 
     def moved_module(self, seed: int | None) -> Any:
-        return moved(self.problem.module(), seed, self.rounding)
+        return moved(self.family.module(), seed, self.rounding)
 
     def spread(self, points: list[Tensor]) -> Tensor:
         """How far the first may be from the truth: how far the others are from it, and its own roundings."""
@@ -68,10 +67,14 @@ class Reference:
     def plain(self, seed: int | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows `[m, n]`, losses `[m]` and buffers of an ordinary loop, from parameters that are moved."""
         module = self.moved_module(seed)
-        values = self.problem.call(module, self.key, self.x)
-        rows = matrix([gradients(values[name], module) for name in sorted(values)])
-        values = torch.stack([values[name].detach().double() for name in sorted(values)])
+        rows, values = self.evaluated(module)
         return rows, values, {name: b.clone() for name, b in module.named_buffers()}
+
+    def evaluated(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Rows and losses of a module, each by a backward pass of its own."""
+        values = self.family.losses(module, KEY, self.x)
+        rows = matrix([gradients(values[name], module) for name in sorted(values)])
+        return rows, torch.stack([values[name].detach().double() for name in sorted(values)])
 
     @property
     def rows(self) -> Tensor:
@@ -87,16 +90,17 @@ class Reference:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        return self.params, self.buffers, self.key, self.x
+        return self.params, self.buffers, KEY, self.x
 
     def others(self, name: str, values: Any, buffers: Any) -> list[Found]:
-        joined = lambda tree: torch.cat([tree[n].double().flatten() for n in sorted(tree)] or [torch.zeros(1)])
-        values, mine = joined(values), joined(buffers)
-        expected, by_name = [x for _, x, _ in self.moved], [joined(x) for _, _, x in self.moved]
         return [
-            Found(f"{name} losses", float((values - expected[0]).norm()), float(self.spread(expected))),
-            Found(f"{name} buffers", float((mine - by_name[0]).norm()), float(self.spread(by_name))),
+            self.apart(f"{name} losses", by_name(values), [x for _, x, _ in self.moved]),
+            self.apart(f"{name} buffers", by_name(buffers), [by_name(x) for _, _, x in self.moved]),
         ]
+
+    def apart(self, name: str, mine: Tensor, points: list[Tensor]) -> Found:
+        """A vector beside the first of those from parameters that are moved."""
+        return Found(name, float((mine - points[0]).norm()), float(self.spread(points)))
 
     def check_gramian(self, differentiable: bool = False) -> list[Found]:
         gramian, aux, pullback = fj.gramian_fn(self.losses, has_aux=True)(*self.points(differentiable))
@@ -123,7 +127,7 @@ class Reference:
         take = torch.compile(run, backend="aot_eager", fullgraph=True)
         found = take(*self.given)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            take(*self.given[:2], fj.random.split(self.key, 2)[1], self.x.flip(0))
+            take(*self.given[:2], fj.random.split(KEY, 2)[1], self.x.flip(0))
         return self.products("compiled ", *found)
 
     def check_weighted(self) -> list[Found]:
@@ -136,15 +140,15 @@ class Reference:
     @cached_property
     def by_example(self) -> tuple[Any, Tensor, Tensor]:
         """One loss for each example, as the model is evaluated, with the rows of an ordinary loop and their bounds."""
-        apply = fj.functional(self.problem.module().eval())
+        apply = functional(self.family.module().eval())
 
         def loss(params: Any, x: Tensor) -> Tensor:
-            return self.example(lambda *args, **kwargs: apply(params, self.buffers, *args, **kwargs)[0], x)
+            return self.family.loss(lambda *args, **kwargs: apply(params, self.buffers, *args, **kwargs)[0], x)
 
         plain = []
         for seed in (None, 1, 2):
             module = self.moved_module(seed).eval()
-            plain.append(matrix([gradients(self.example(module, x), module) for x in self.x]))
+            plain.append(matrix([gradients(self.family.loss(module, x), module) for x in self.x]))
         return fj.per_example(loss), plain[0], self.spread(plain)
 
     def check_example_rows(self, mode: str) -> list[Found]:
@@ -162,49 +166,56 @@ class Reference:
             sum_apart("examples weighted", weigh(WEIGHTS)[0], rows, bounds),
         ]
 
-    def example(self, call: Any, x: Tensor) -> Tensor:
-        """The loss of one example; all examples have the same draws."""
-        return self.family.loss(partial(fj.random.keyed(call), self.key) if self.family.draws else call, x)
+    def way(self, rule: fj.Aggregator, seed: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """How far `STEPS` steps of an ordinary loop come, in one vector; their last losses, and the buffers then."""
+        module = self.moved_module(seed)
+        params = [p for _, p in trained(module)]
+        before = joined(params)
+        optimizer = torch.optim.SGD(params, lr=RATE, momentum=0.9)
+        for _ in range(STEPS):
+            kept = [p.detach().clone() for p in params]
+            rows, values = self.evaluated(module)
+            pieces = fj.aggregate(rule, rows).direction.split([real(p).numel() for p in params])
+            for p, own, piece in zip(params, kept, pieces, strict=True):
+                p.data.copy_(own)  # a model that shortens its parameters in place does not so in ours
+                p.grad = piece.view_as(p)
+            optimizer.step()
+        return joined(params) - before, values, by_name(dict(module.named_buffers()))
 
-    def check_step(self, compiled: bool = False) -> list[Found]:
-        """A step from the ordinary loop's rows: by UPGrad; compiled, where UPGrad takes long, by the mean."""
+    def check_steps(self, compiled: bool = False) -> list[Found]:
+        """Some steps beside the ordinary loop: by UPGrad; compiled, where UPGrad takes long, by the mean."""
         rule, engine = (fj.mean(), "jacobian") if compiled else (fj.upgrad(), "auto")
-        method = {"losses": self.losses, "aggregator": rule, "optimizer": fj.sgd(RATE)}
-        state = fj.train_state(self.params, self.key, self.x, buffers=self.buffers, engine=engine, **method)
+        method = {"losses": self.losses, "aggregator": rule, "optimizer": fj.sgd(RATE, momentum=0.9)}
+        state = fj.train_state(self.params, KEY, self.x, buffers=self.buffers, engine=engine, **method)
         take = partial(fj.step, engine=engine, **method)
         if compiled:
             torch._dynamo.reset()
             take = torch.compile(take, backend="aot_eager", fullgraph=True)
-        state, info = take(state, self.key, self.x)
-        assert bool(info.moved)
-        if compiled:  # another batch, and what the first step returned, are the same program
+        for _ in range(STEPS):
+            state, info = take(state, KEY, self.x)
+            assert bool(info.moved)
+        if compiled:  # another batch, and what the steps returned, are the same program
             with torch._dynamo.config.patch(error_on_recompile=True):
-                take(state, fj.random.split(self.key, 2)[1], self.x.flip(0))
-        start = flat({name: p[None] for name, p in self.params.items()})[0]
-        ends = [start - RATE * fj.aggregate(rule, rows).direction for rows, _, _ in self.moved]
-        params = flat({name: p[None] for name, p in state.params.items()})[0]
-        name = "compiled step" if compiled else "step"
+                take(state, fj.random.split(KEY, 2)[1], self.x.flip(0))
+        ways, values, buffers = zip(*(self.way(rule, seed) for seed in (None, 1, 2)), strict=True)
+        start = by_name(self.params)
+        went = by_name(state.params) - start
+        # The difference of parameters before and after is off by roundings of these.
+        bound = float(self.spread(ways)) + STEPS * torch.finfo(torch.float64).eps * float(start.norm())
+        name = "compiled steps" if compiled else "steps"
         return [
-            Found(name, float((params - ends[0]).norm()), float(self.spread(ends))),
-            *self.others(name, info.losses, state.buffers),
+            Found(name, float((went - ways[0]).norm()), bound),
+            self.apart(f"{name} losses", by_name(info.losses), values),
+            self.apart(f"{name} buffers", by_name(state.buffers), buffers),
         ]
 
     def check_multitask(self) -> list[Found]:
         """Two heads on what the model gives: the trunk by UPGrad, each head by its own loss."""
-        size = self.output().shape[1:].numel()
+        module = self.family.module()
+        size = self.family.output(module, KEY, self.x).shape[1:].numel()
         draw = torch.Generator().manual_seed(3)
         own = {name: torch.randn(size, 2, generator=draw, dtype=torch.float64) / size**0.5 for name in "ab"}
-        apply = fj.functional(self.problem.module())
-
-        def features(shared: Any, buffers: Any, key: Tensor, x: Tensor) -> Any:
-            after: dict[str, Tensor] = {}
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                output, new = apply(shared, buffers, *args, **kwargs)
-                after.update(new)
-                return output
-
-            return self.drawn(call, key, x), after
+        features = pure(self.family.output, module)
 
         def heads(own: Any, h: Tensor, buffers: Any, key: Tensor, x: Tensor) -> Any:
             return {name: (h.flatten(1).to(own[name].dtype) @ own[name]).square().mean() for name in own}, buffers
@@ -212,7 +223,7 @@ class Reference:
         ends = []
         for seed in (None, 1, 2):
             module, given = self.moved_module(seed), {n: p.clone().requires_grad_() for n, p in own.items()}
-            values, _ = heads(given, self.drawn(module, self.key, self.x), (), self.key, self.x)
+            values, _ = heads(given, self.family.output(module, KEY, self.x), (), KEY, self.x)
             rows = matrix([gradients(values[name], module) for name in "ab"])
             head = [torch.autograd.grad(values[name], given[name], retain_graph=True)[0].flatten() for name in "ab"]
             ends.append(torch.cat([fj.aggregate(fj.upgrad(), rows).direction, *head]))
@@ -220,8 +231,8 @@ class Reference:
         found = []
         for engine in ("jacobian", "gramian"):
             params = {"shared": self.params, "heads": own}
-            state = fj.train_state(params, self.key, self.x, buffers=self.buffers, **method)
-            state, _ = fj.step(state, self.key, self.x, engine=engine, **method)
+            state = fj.train_state(params, KEY, self.x, buffers=self.buffers, **method)
+            state, _ = fj.step(state, KEY, self.x, engine=engine, **method)
             went = [self.params[name] - state.params["shared"][name] for name in sorted(self.params)]
             went += [own[name] - state.params["heads"][name] for name in "ab"]
             mine = torch.cat([x.double().flatten() for x in went])
@@ -231,31 +242,25 @@ class Reference:
             found.append(Found(f"multitask {engine}", float((mine - ends[0]).norm()), bound))
         return found
 
-    def drawn(self, call: Any, key: Tensor, x: Tensor) -> Tensor:
-        return self.family.predict(partial(fj.random.keyed(call), key) if self.family.draws else call, x)
-
-    def output(self) -> Tensor:
-        return self.drawn(self.problem.module(), self.key, self.x).detach()
-
     def check_autocast(self, dtype: torch.dtype = torch.bfloat16) -> list[Found]:
         """Rows in half precision are no further from those in float64 than native autocast's are."""
-        module = self.problem.module().float()
+        module = self.family.module().float()
         x = self.x.float() if self.x.is_floating_point() else self.x
         try:
             with torch.autocast("cpu", dtype):
-                values = self.problem.call(module, self.key, x)
+                values = self.family.losses(module, KEY, x)
             native = matrix([gradients(values[name].float(), module) for name in sorted(values)])
         except RuntimeError as error:
             raise RefusedError(f"native autocast: {error}") from error
         bounds = 4 * (native - self.rows).norm(dim=1) + torch.finfo(dtype).eps * self.rows.norm(dim=1)
-        params = {n: p.detach() for n, p in module.named_parameters()}
-        buffers = dict(self.problem.module().float().named_buffers())
-        losses, found = fj.autocast(functional_losses(self.problem, module, {}), dtype), []
+        params = {name: p.detach() for name, p in trained(module)}
+        buffers = dict(self.family.module().float().named_buffers())
+        losses, found = fj.autocast(pure(self.family.losses, module), dtype), []
         scale = torch.tensor(256.0)
         for mode in ("loop", "vmap"):
-            rows, _, _ = fj.jacobian_fn(losses, has_aux=True, mode=mode, scale=scale)(params, buffers, self.key, x)
+            rows, _, _ = fj.jacobian_fn(losses, has_aux=True, mode=mode, scale=scale)(params, buffers, KEY, x)
             found += rows_apart(f"bfloat16 {mode}", flat(rows), self.rows, bounds)
-        gramian, _, pullback = fj.gramian_fn(losses, has_aux=True)(params, buffers, self.key, x)
+        gramian, _, pullback = fj.gramian_fn(losses, has_aux=True)(params, buffers, KEY, x)
         return [
             *found,
             gramian_apart("bfloat16 gramian", gramian, self.rows, bounds),
@@ -275,11 +280,46 @@ def moved(module: Any, seed: int | None, by: float) -> Any:
     return module
 
 
-def gradients(value: Tensor, module: Any) -> list[Tensor]:
-    found = torch.autograd.grad(value, list(module.parameters()), retain_graph=True, materialize_grads=True)
-    names = [name for name, _ in module.named_parameters()]
-    by_name = (found[k] for k in sorted(range(len(names)), key=names.__getitem__))
-    return [x.to_dense() if x.is_sparse else x for x in by_name]
+def trained(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters that are trained, in the order of their names."""
+    return sorted((name, p) for name, p in module.named_parameters() if p.requires_grad)
+
+
+def functional(module: nn.Module) -> Callable[..., Any]:
+    """As `fj.functional`, for the parameters that are trained."""
+    apply, frozen = fj.functional(module), {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+    return lambda params, *args, **kwargs: apply(frozen | params, *args, **kwargs)
+
+
+def pure(f: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Of `f(call, key, x)`, which calls the module: `(params, buffers, key, x) -> (what f returns, buffers)`."""
+    apply = functional(module)
+
+    def with_buffers(params: Any, buffers: Any, key: Tensor, x: Tensor) -> Any:
+        after: dict[str, Tensor] = {}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output, new = apply(params, buffers, *args, **kwargs)
+            after.update(new)
+            return output
+
+        return f(call, key, x), after
+
+    return with_buffers
+
+
+def gradients(value: Tensor, module: nn.Module) -> list[Tensor]:
+    params = [p for _, p in trained(module)]
+    found = torch.autograd.grad(value, params, retain_graph=True, materialize_grads=True)
+    return [x.to_dense() if x.is_sparse else x for x in found]
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([real(x.detach()).flatten() for x in tensors] or [torch.zeros(1)])
+
+
+def by_name(tree: dict[str, Tensor]) -> Tensor:
+    return joined(tree[name] for name in sorted(tree))
 
 
 def real(x: Tensor) -> Tensor:

@@ -19,14 +19,16 @@ REFUSED_BY_TORCH = (
 )
 
 # torch.compile takes seconds for each: one model of a kind.
-COMPILED = (
-    "cells wavenet graph sets grouped tied fourier renormed autoencoder hyper experts old_norms energy adapted bilinear"
-)
+COMPILED = """
+    cells wavenet graph sets grouped tied fourier renormed autoencoder hyper experts old_norms energy adapted bilinear
+    lora
+"""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of ops without a rule
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning"),  # packed sequences
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:train_state. no loss reaches:UserWarning"),  # parameters without a use
     # torch.compile hides this by `showwarning`, too late for warnings that are errors: weights that old norms leave.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -65,10 +67,10 @@ CHECKS = {
     "sums of examples, differentiable": lambda made: made.check_example_sums(differentiable=True),
     "heads of several tasks": lambda made: made.check_multitask(),
     "bfloat16 as close as native autocast": lambda made: made.check_autocast(),
-    "step": lambda made: made.check_step(),
+    "steps": lambda made: made.check_steps(),
 }
 IN_A_GRAPH = {
-    "compiled step": lambda made: made.check_step(compiled=True),
+    "compiled steps": lambda made: made.check_steps(compiled=True),
     "compiled gramian": lambda made: made.check_compiled_gramian(),
 }
 
