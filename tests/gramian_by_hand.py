@@ -116,11 +116,6 @@ def check_autocast(model, kind, dtype, tolerance, monkeypatch):
     return case
 
 
-def _normed_by_channel(p, x, w):
-    x = F.group_norm(x.mT, 1, p["b"], p[w][1], eps=0.1)
-    return F.prelu(F.instance_norm(x, weight=p[w].mT[2], bias=p["b"], eps=0.1), p["b"]).mT
-
-
 def _cut(p, x, w):
     first, rest = p[w].split([1, 2])
     return F.pad(F.linear(x, rest, p["b"][1:]), (1, 0)) - x @ first.T * p["b"]
@@ -139,11 +134,9 @@ STEPS = {
     "transposed": lambda p, x, w: torch.matmul(x, p[w].mT),
     "twice_transposed": lambda p, x, w: F.linear(x, p[w].T.t()),
     "left": lambda p, x, w: (p[w] @ x.mT).mT,
-    "scaled": lambda p, x, w: x * p[w].diagonal() + p[w][0],
     "looked_up": lambda p, x, w: x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2),  # by all examples alike
     "convolved": lambda p, x, w: F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT,
     "normed": lambda p, x, w: F.layer_norm(x, (3,), p[w][0], p["b"], 0.1) + F.rms_norm(x, (3,), p[w][:, 1], 0.1),
-    "normed_by_channel": _normed_by_channel,
     "cut": _cut,
     "attended": _attended,
     "hidden": lambda p, x, w: x * Cube.apply(p[w]).mean(),  # no mode sees the weight in a custom function

@@ -143,23 +143,6 @@ def scalars() -> Model:
     return Model(params, lambda p, x: torch.sin(x * p["slope"] + p["shift"]), numbers(BATCH, WIDTH, seed=2))
 
 
-def scaled() -> Model:
-    """Factors and summands: broadcast either way, on either side, reshaped, of one dimension or none, used twice."""
-    params = {name: numbers(*shape, seed=i) for i, (name, shape) in enumerate(SCALED.items())}
-
-    def predict(p, x):
-        x = torch.tanh(x * p["row"] + p["shift"]) - p["one"]
-        x = torch.add(p["shift"], torch.mul(p["none"], x))
-        x = torch.sub(x[:, :, None] * p["table"], x.mean(-1)[:, None, None] + p["table"]).sum(1)
-        x = torch.tanh(p["row"] - x.unsqueeze(1) * p["row"][None, :, None]).mean(1)
-        return torch.addmm(p["row"], x, p["table"]) * p["row"].view(1, WIDTH)
-
-    return Model(params, predict, numbers(BATCH, WIDTH, seed=20))
-
-
-SCALED = {"row": (WIDTH,), "shift": (1, WIDTH), "one": (1,), "none": (), "table": (WIDTH, WIDTH)}
-
-
 def packed() -> Model:
     """Three weights in one, cut, transposed and cut again; some rows twice, some never; and in another dtype."""
     params = {"w": numbers(9, WIDTH) / 2, "b": numbers(9, seed=1), "idle": numbers(4, WIDTH, seed=2)}
@@ -422,21 +405,12 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 MORE: dict[str, Callable[[], Model]] = {
-    "scaled": scaled,
     "packed": packed,
     "cross_attention": lambda: of_module(lambda: CrossAttention(False), SEQUENCE),
     "attention_apart": lambda: of_module(lambda: CrossAttention(True), SEQUENCE),
     "attention_unpacked": lambda: of_module(lambda: CrossAttention(True, kdim=4, vdim=4), SEQUENCE),
     "attention_biased": lambda: of_module(lambda: CrossAttention(False, add_bias_kv=True), SEQUENCE),
     "decoder": lambda: of_module(decoder, SEQUENCE),
-    "prelu_2d": lambda: of_module(conv_norm(lambda: nn.PReLU(4)), IMAGE),
-    "prelu_one": lambda: of_module(norm(lambda: nn.PReLU()), CHANNELS),
-    "group_norm_2d": lambda: of_module(conv_norm(lambda: nn.GroupNorm(2, 4)), IMAGE),
-    "layer_norm_2d": lambda: of_module(conv_norm(lambda: nn.LayerNorm([4, 2, 2])), IMAGE),
-    "batch_norm_2d_eval": lambda: of_module(lambda: conv_norm(lambda: nn.BatchNorm2d(4))().eval(), IMAGE),
-    "instance_norm_eval": lambda: of_module(
-        lambda: conv_norm(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True))().eval(), IMAGE
-    ),
     "weight_norm": lambda: of_module(norm(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), CHANNELS),
     "spectral_norm": lambda: of_module(
         lambda: norm(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))().eval(), CHANNELS

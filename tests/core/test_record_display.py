@@ -276,12 +276,6 @@ def test_tables_without_rows_are_their_title():
     assert as_text(outline(())) == "tuple"
 
 
-def test_help_on_a_rule_reads_well():
-    text = jd.upgrad.__doc__.splitlines()
-    assert text[0].startswith("Average the gradients after removing the conflicts between them")
-    assert all(len(line) <= 120 for line in text)
-
-
 class Two(NamedTuple):
     right: torch.Tensor
     left: torch.Tensor

@@ -221,23 +221,6 @@ def test_containers_of_its_own_hold_the_same_leaves():
     assert given == {"list": [x, {"deep": x}], "pair": (x, [x]), "order": OrderedDict(b=x, a=x), "fixed": fixed, "n": 3}
 
 
-def test_flattening_composes_with_transforms():
-    def double(tree):
-        leaves, structure = trees.tree_flatten(tree)
-        return trees.tree_unflatten(structure, [2 * x for x in leaves])
-
-    tree = {"b": torch.ones(3), "a": Point(torch.arange(3.0), [torch.zeros(3), {}])}
-    expected = {"b": 2 * torch.ones(3), "a": Point(2 * torch.arange(3.0), [torch.zeros(3), {}])}
-    total = lambda tree: sum(x.sum() for x in trees.tree_leaves(double(tree)))
-    torch.testing.assert_close(torch.vmap(double)(tree), expected)
-    torch.testing.assert_close(torch.func.grad(total)(tree)["b"], torch.full((3,), 2.0))
-    torch.testing.assert_close(torch.func.jvp(double, (tree,), (tree,))[1], expected)
-    torch.testing.assert_close(torch.compile(double, fullgraph=True, backend="aot_eager")(tree), expected)
-    mapped = lambda tree: trees.tree_map(lambda x, y: x + y, tree, tree)
-    torch.testing.assert_close(torch.compile(mapped, fullgraph=True, backend="aot_eager")(tree), expected)
-    torch.compiler.reset()
-
-
 def test_floating_leaves_are_the_leaves_or_a_named_mistake():
     params = {"b": torch.ones(2).half(), "a": [torch.zeros(()).double()]}
     leaves, structure = trees.floating_leaves(params)

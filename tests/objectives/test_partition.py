@@ -68,24 +68,6 @@ def test_frozen_layers_of_a_module_stay_while_the_others_train():
         torch.testing.assert_close(rows[name], theirs[name])
 
 
-def test_composes_with_transforms_and_compile():
-    tree = {"a": torch.ones(2), "b": [torch.ones(2), torch.zeros(2)]}
-
-    def f(tree):
-        chosen, rest = fj.objectives.partition(tree, lambda name, _: name != "b.0")
-        return sum((2 * x).sum() for x in tree_flatten(chosen)[0]) + fj.objectives.merge(chosen, rest)["b"][0].sum()
-
-    expected = {"a": torch.full((2,), 2.0), "b": [torch.ones(2), torch.full((2,), 2.0)]}
-    for gradient in (
-        torch.func.grad(f)(tree),
-        torch.compile(torch.func.grad(f), backend="eager", fullgraph=True)(tree),
-    ):
-        for x, y in zip(tree_flatten(gradient)[0], tree_flatten(expected)[0], strict=True):
-            assert torch.equal(x, y)
-    batch = torch.vmap(f)({"a": torch.ones(3, 2), "b": [torch.ones(3, 2), torch.zeros(3, 2)]})
-    assert torch.equal(batch, torch.full((3,), 6.0))
-
-
 def test_mistakes_are_named_with_their_cure():
     with pytest.raises(TypeError, match=r"partition: predicate must be a function, found str\. Pass predicate"):
         fj.objectives.partition({"a": torch.ones(1)}, "a")

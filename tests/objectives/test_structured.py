@@ -69,20 +69,6 @@ def test_multitask_is_the_composition(keys):
         torch.testing.assert_close(values[key], sum(row @ shared for row in x) * heads[key])
 
 
-def test_multitask_composes_with_transforms():
-    losses = multitask(lambda s, x: x * s, lambda h, f, x: (f.sum() * h, (f**2).sum()))
-    params, x = {"shared": numbers(3), "heads": numbers(seed=1)}, numbers(3, seed=2)
-    gradient = torch.func.grad(lambda p: losses(p, x)[0])(params)
-    torch.testing.assert_close(gradient, {"shared": params["heads"] * x, "heads": x @ params["shared"]})
-    pushed = torch.func.jvp(lambda h: losses({**params, "heads": h}, x)[0], (params["heads"],), (numbers(seed=3),))[1]
-    torch.testing.assert_close(pushed, x @ params["shared"] * numbers(seed=3))
-    batched = torch.vmap(lambda x: losses(params, x)[0])(torch.stack([x, -x]))
-    torch.testing.assert_close(batched, torch.stack([x, -x]) @ params["shared"] * params["heads"])
-    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(params, x), losses(params, x))
-    torch.compiler.reset()
-
-
 W, X = torch.ones(3), torch.ones(2, 3)
 MISTAKES = {
     "loss": (lambda: per_example(W), TypeError, "per_example: loss must be a function, found Tensor.*itself"),
