@@ -1,10 +1,8 @@
 """The blocks of the page for those who come from another library, beside torch's own optimizers and gradients."""
 
 import copy
-from functools import partial
 from pathlib import Path
 
-import optree
 import pytest
 import torch
 from bounds import check_same
@@ -35,30 +33,6 @@ def test_a_scheduler_that_ran_ahead_gives_the_steps_of_one_beside_its_optimizer(
             scheduler.step()
             torch.testing.assert_close(ours, p.detach())
     assert memory.steps == 102, "behind the last rate, it stays"
-
-
-@pytest.mark.parametrize("how", ["eager", "vmap", "compiled", "torch.compile"])
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_rates_that_were_kept_are_a_schedule_everywhere(session, how):
-    method = {"losses": lambda p: (p - torch.arange(3.0)).square(), "aggregator": jd.upgrad()}
-    method["optimizer"] = session["scheduled"]
-    wraps = {
-        "eager": lambda f: f,
-        "vmap": torch.vmap,
-        "compiled": partial(jd.compiled, backend="eager"),
-        "torch.compile": partial(torch.compile, fullgraph=True, backend="aot_eager"),
-    }
-    starts = [jd.train_state(torch.full((3,), 1.0 + i), **method) for i in range(2)]
-    taken = lambda state, n: state._replace(optimizer=state.optimizer._replace(steps=torch.tensor(n)))
-    starts = [taken(starts[0], 5), taken(starts[1], 99)]
-    ends = [jd.step(state, **method)[0].params for state in starts]
-    take = wraps[how](partial(jd.step, **method))
-    if how == "vmap":
-        batch = optree.tree_map(lambda *leaves: torch.stack(leaves), *starts)
-        found = take(batch)[0].params.unbind()
-    else:
-        found = [take(state)[0].params for state in starts]
-    torch.testing.assert_close(found, type(found)(ends))
 
 
 def test_moments_that_moved_go_on_as_torch_would(session):

@@ -84,23 +84,6 @@ def test_a_rule_on_the_host_waits_once_in_a_step(rule):
     assert sum("synchroniz" in str(each.message) for each in caught) == 1
 
 
-@pytest.mark.parametrize("rule", [fj.mean, partial(fj.upgrad, solver="device")])
-def test_a_step_is_captured_in_a_graph(rule):
-    params, batch, how = on_one_gpu(rule())
-    state = fj.train_state(params, *batch, **how)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected, _ = fj.step(state, *batch, **how)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, _ = fj.step(state, *batch, **how)
-    graph.replay()
-    torch.cuda.synchronize()
-    close(captured.params, expected.params)
-
-
 CAPTURED = [fj.mean, fj.upgrad, fj.mgda, fj.dualproj]
 
 

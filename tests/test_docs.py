@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from conftest import not_for_torch_2_11
-from rule_table import RULES
+from rule_table import RULES, rules_table
 
 import functional_jd
 from functional_jd.testing import ALWAYS, BY_CLAIM, differentiable
@@ -96,6 +96,12 @@ def missing(value):
 def test_a_docstring_tells_what_is_taken_and_given_in_sections_in_their_order():
     found = [f"{name}: expected {each}" for name, value in DOCUMENTED.items() for each in missing(value)]
     assert not found, "\n".join(found)
+
+
+def test_the_table_of_rules_is_what_the_code_says():
+    made = f"<!-- rules -->\n\n{rules_table()}\n\n<!-- /rules -->"
+    page = (PLACE.parent / "rules.md").read_text(encoding="utf-8")
+    assert made in page, "run: python tests/rule_table.py docs/rules.md"
 
 
 def test_a_rule_names_its_paper():

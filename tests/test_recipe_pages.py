@@ -89,28 +89,6 @@ def test_weights_that_are_a_pytree_are_not_reported_under_names_of_losses(shown,
         assert info.weights["trunk"].shape == (2,)
 
 
-def test_seeds_with_statistics_of_their_own_train_as_they_do_alone(shown):
-    net, batch, apply, starts = (shown[name] for name in ("net", "batch", "apply", "starts"))
-    statistics = shown["statistics_of_seeds"]
-
-    def losses(params, buffers, inputs, target):
-        output, buffers = apply(params, buffers, inputs)
-        return {"fit": (output[:, 0] - target).square().mean(), "size": output[:, 1].square().mean()}, buffers
-
-    def step(params, own):
-        how = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
-        return jd.step(jd.train_state(params, *batch, buffers=own, **how), *batch, **how)[0]
-
-    together = torch.vmap(step)(starts, statistics)
-    for i in range(3):
-        ith = partial(optree.tree_map, lambda x, i=i: x[i])
-        alone = step(ith(starts), ith(statistics))
-        assert not torch.equal(alone.buffers["1.running_mean"], statistics["1.running_mean"][i])
-        torch.testing.assert_close(ith(together), alone)
-    with pytest.raises(RuntimeError, match="track_running_stats"):
-        torch.vmap(lambda params: step(params, dict(net.named_buffers())))(starts)
-
-
 def one_step(shown, rule):
     batch = batch_of(shown)
     how = {"losses": shown["losses"], "aggregator": rule, "optimizer": jd.sgd(0.1)}

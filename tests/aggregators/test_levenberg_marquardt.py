@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from bounds import check_stable, check_within, eps, half_the_digits
+from bounds import check_stable, check_within, eps
 from sequences import random_rows
 
 import functional_jd as fj
@@ -100,25 +100,6 @@ def test_with_the_rates_1_and_0_failed_steps_are_taken_back():
     # A damping follows from a gain, which is a small difference of two values, in each of 12 steps.
     assert dampings == pytest.approx(others, rel=12 * 2**18 * eps())
     check_within(found, torch.from_numpy(expected), 12 * 2**18 * eps())
-
-
-def test_new_points_are_learned_after_a_long_rest_at_rounding():
-    g = torch.Generator().manual_seed(0)
-    few, many = (torch.randn(n, 20, generator=g, dtype=torch.float64) for n in (8, 40))
-    truth = torch.randn(20, generator=g, dtype=torch.float64)
-    how = {
-        "losses": fj.per_example(lambda w, x: torch.tanh(x @ w) - torch.tanh(x @ truth)),
-        "aggregator": fj.levenberg_marquardt(),
-        "optimizer": fj.line_search(fj.sgd(1.0), [1.0, 0.5, 0.25, 0.1, 0.01]),
-    }
-    state = fj.train_state(torch.zeros(20, dtype=torch.float64), few, **how)
-    for _ in range(300):  # from some step on, none makes the residuals smaller
-        state, info = fj.step(state, few, **how)
-    assert info.losses.abs().max() <= 64 * half_the_digits()
-    assert (state.params - truth).norm() > 1
-    for _ in range(80):
-        state, info = fj.step(state, many, **how)
-    assert (state.params - truth).norm() <= 2**16 * eps() * truth.norm()
 
 
 def test_the_damping_stays_above_the_rounding_of_the_gramian():

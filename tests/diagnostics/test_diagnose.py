@@ -205,13 +205,6 @@ def test_vmap_is_a_loop():
         expected = Diagnosis(*map(torch.stack, zip(*map(f, *inputs), strict=True)))
         assert_same(torch.vmap(f)(*inputs), expected)
 
-    def stationarity(J):
-        return diagnose([J]).stationarity
-
-    slopes = torch.vmap(torch.func.grad(stationarity))(J)
-    assert torch.equal(slopes[2], torch.zeros(3, 4))
-    torch.testing.assert_close(slopes[0], torch.func.grad(stationarity)(J[0]))
-
 
 def test_compiles_in_one_graph():
     J = {"w": random_rows(3, 2, 4), "b": random_rows(3, 5, seed=1)}

@@ -61,15 +61,6 @@ def test_it_is_torch_with_param_groups_and_schedules(name, wrapped, seed):
     assert_close(run(optimizer, tree(seed), directions)[0], expected)
 
 
-def test_groups_move_as_if_alone():
-    optimizers = {"a": sgd(0.1, momentum=0.5), "b": adamw(0.1)}
-    params, directions = {"a": tree(0), "b": tree(1)}, [{"a": tree(i), "b": tree(i + 9)} for i in range(3)]
-    found, _ = run(by_label(optimizers, lambda name, _: name.split(".")[0]), params, directions)
-    for key, optimizer in optimizers.items():
-        alone, _ = run(optimizer, params[key], [direction[key] for direction in directions])
-        assert_close([step[key] for step in found], alone, roundings=0)
-
-
 def test_labels_are_given_dotted_names_and_leaves_and_the_state_keeps_the_names():
     seen = {}
     optimizer = by_label({"all": sgd(0.1, momentum=0.9)}, lambda name, leaf: seen.update({name: leaf.shape}) or "all")

@@ -1,13 +1,10 @@
 """Public reports on several losses, their weights, accumulation and differential equations: see README.md."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
-from bounds import check_stable, check_within, eps
-from torch import nn
-from torch.func import functional_call
+from bounds import check_stable
 from torch.nn import functional
 
 import functional_jd as jd
@@ -70,29 +67,6 @@ def test_each_batch_has_labels_of_one_task(name):
         assert info.moved
         moved = (state.params != before).any(0)
         assert moved.tolist() == [k % 3 == j for j in range(3)]
-
-
-def test_an_unknown_coefficient_of_an_equation_is_found_and_compiles():
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.rand(16, dtype=DOUBLE)
-    start = {"u": {name: p.detach() for name, p in net.named_parameters()}, "k": torch.tensor(0.5, dtype=DOUBLE)}
-
-    def losses(p, x):
-        u = lambda x: functional_call(net, p["u"], x.reshape(1))[0]
-        slope, bend = torch.func.grad(u), torch.func.grad(torch.func.grad(u))
-        residual = torch.vmap(slope)(x) + p["k"] * torch.vmap(u)(x) + 1e-3 * torch.vmap(bend)(x)
-        return {"equation": residual.square().mean(), "known": (p["k"] - 1).square()}
-
-    how = method(losses, jd.adamw(0.01, weight_decay=0.0))
-    state = jd.train_state(start, x, **how)
-    once, _ = jd.step(state, x, **how)
-    compiled, _ = torch.compile(partial(jd.step, **how), fullgraph=True, backend="aot_eager")(state, x)
-    for name, p in once.params["u"].items():
-        check_within(compiled.params["u"][name], p, 64 * eps() * (1 + p.abs().max()))
-    for _ in range(200):
-        state, info = jd.step(state, x, **how)
-    assert abs(state.params["k"] - 1) < 1e-3
-    assert info.losses["equation"] < 1e-3
 
 
 def test_reported_losses_are_those_before_weights_in_the_order_of_names():

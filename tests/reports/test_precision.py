@@ -36,20 +36,6 @@ def test_sums_over_more_pixels_than_float16_has_numbers():
         jd.fit(partial(jd.step, **by_hand), state, [(x,)] * 5, patience=3)
 
 
-def test_boxes_keep_float32_under_autocast():
-    box = torch.tensor([0.0, 0.0, 841.0, 5.2])
-
-    def overlap(p):
-        sides = (torch.minimum(box[2:], p[2:]) - torch.maximum(box[:2], p[:2])).clamp(min=0)
-        area = lambda b: (b[2] - b[0]) * (b[3] - b[1])
-        return (sides.prod() / (area(box) + area(p) - sides.prod()))[None]
-
-    p = torch.tensor([1.0, 0.0, 841.0, 5.1])
-    value = jd.autocast(overlap)(p)
-    assert value.dtype == torch.float32
-    check_within(value, overlap(p.double()), 8 * eps(torch.float32))
-
-
 @pytest.mark.parametrize("scale", [None, jd.scale_state()])
 def test_steps_that_are_too_long_are_left_out_and_the_scale_goes_on(scale):
     def cautious(inner, largest):

@@ -15,7 +15,7 @@ from hypothesis.strategies import sampled_from
 
 import functional_jd as jd
 from functional_jd import testing
-from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses
+from functional_jd.aggregation.views import cross_gramian, gramian, losses
 from functional_jd.core.tree import tree_leaves
 from functional_jd.optimizers.sgd import SgdState
 from functional_jd.testing import (
@@ -214,17 +214,6 @@ def test_a_rule_that_raises_for_few_rows_does_not_compile_there_either():
     assert "compiled                  broken\n    # ArithmeticError: one row\n" in str(found)
     assert "from functional_jd.testing.laws import compiled" in str(found)
     assert found["compiled"].jacobian.shape == (1, 2)
-
-
-def test_jacobians_are_those_asked_for():
-    seen = []
-
-    def weigh(J):
-        seen.append((J.shape, J.dtype))
-        return torch.ones(len(J), dtype=torch.float64)
-
-    obeys(jd.stateless(full_jacobian, weigh), laws.finite, jacobians=jacobians(rows=3, columns=2))(laws.finite)
-    assert set(seen) == {((3, 2), torch.float64)}
 
 
 def test_one_row_is_compiled_too():
