@@ -212,27 +212,6 @@ def test_steps_are_counted_where_the_page_of_the_current_rate_says(shown):
         assert int(eval(words, {"state": state})) == 1
 
 
-def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
-    info, _ = one_step(shown, jd.upgrad())
-    batch = shown["x"], shown["kind"], shown["price"]
-    by_hand = []
-    for name in ("kind", "price"):
-        loss = lambda params, name=name: shown["losses"](params, *batch)[name]
-        by_hand.append(torch.cat([g.flatten() for g in optree.tree_leaves(torch.func.grad(loss)(shown["params"]))]))
-    rows = torch.stack(by_hand)
-    names = {"info": info}
-    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "direction_norm" in code]
-    exec(compile(block, "recipes", "exec"), names)
-    rounding, norms = 64 * eps(torch.float32), rows.double().norm(dim=1)
-    check_within(names["gradients"], norms, rounding * norms)
-    weights, length = info.weights.double(), names["direction_norm"]
-    # Known by its square, a sum of inner products.
-    check_within(length, (weights @ rows.double()).norm(), rounding * (weights.abs() @ norms).square() / length)
-    how = {"losses": shown["losses"], "aggregator": jd.mean(), "optimizer": shown["measured"](jd.sgd(0.1))}
-    state, _ = jd.step(jd.train_state(shown["params"], *batch, **how), *batch, **how)
-    check_within(state.optimizer[1], rows.double().mean(0).norm(), rounding * norms.mean())
-
-
 def trained(shown, state, method, steps):
     for _ in range(steps):
         state, _ = jd.step(state, *batch_of(shown), **method)
@@ -412,14 +391,6 @@ def test_the_error_bar_is_that_of_collocation(physicist):
     expected = float(np.linalg.norm(by_collocation(physicist)))
     for found in (physicist["deviation"](100), physicist["deviation"](200), physicist["deviation"](100, prior=10.0)):
         assert float(found) == pytest.approx(expected, rel=0.02)
-
-
-def test_trainings_with_new_noise_are_those_of_the_linearized_problem(physicist):
-    keys = jd.random.split(jd.random.key(1), 10)
-    noise = torch.stack([jd.random.normal(key, (9,), dtype=torch.float64) for key in keys]).numpy()
-    expected = noise @ by_collocation(physicist)[-9:]
-    found = physicist["refits"]["k"].numpy()
-    assert np.abs((found - found.mean()) - (expected - expected.mean())).max() < 0.05 * expected.std()
 
 
 def test_norms_of_layers_in_the_guide_to_objectives_are_those_of_the_rows():

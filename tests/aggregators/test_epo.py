@@ -1,16 +1,12 @@
-"""EPO: its programs solved by SciPy, fronts in closed form, and what it refuses."""
-
-import math
+"""EPO: its programs solved by SciPy."""
 
 import numpy as np
 import pytest
 import torch
 from bounds import eps, half_the_digits
-from fronts.solutions import quadratics, trained, vlmop2
 from scipy.optimize import linprog
 
 import functional_jd as jd
-from functional_jd.fronts import lattice
 
 
 def expected_gain(L, G, u, tolerance=1e-4):
@@ -68,28 +64,6 @@ def nearly_dependent(m, condition, seed):
     draw = np.random.default_rng(seed)
     left, right = (np.linalg.qr(draw.normal(size=(m, m)))[0] for _ in range(2))
     return left * condition ** -np.linspace(0, 1, m) @ right, draw.uniform(size=m)
-
-
-def on_front(losses, u, middle, length):
-    """The losses where `u_1 L_1 = u_2 L_2` between the two minima, by bisection."""
-    low, high = -1.0, 1.0
-    for _ in range(60):
-        at = (low + high) / 2
-        L = losses(middle + at * length)
-        low, high = (at, high) if u[0] * L[0] > u[1] * L[1] else (low, at)
-    return L
-
-
-@pytest.mark.parametrize(("losses", "length"), [(quadratics, 1.0), (vlmop2, 1 / math.sqrt(3))])
-def test_losses_reach_the_proportions_on_convex_and_concave_fronts(losses, length):
-    preferences = lattice(2, 8)[1:-1]
-    start = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64) * length
-    rates = 0.1 * length, 0.02 * length  # a vertex jumps, so that steps of one size go to and fro
-    front = trained(start, losses, lambda u: jd.epo(u, 1e-6), rates, 120, preferences=preferences)
-    for u, found in zip(preferences, front.losses, strict=True):
-        exact = on_front(losses, u, torch.zeros(3).double(), length * torch.ones(3).double())
-        torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(u[0] * found[0], u[1] * found[1], rtol=1e-2, atol=0)
 
 
 def test_losses_of_zero_are_in_proportion():

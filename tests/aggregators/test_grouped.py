@@ -102,7 +102,6 @@ MISTAKES = [
         r".* \['a', 'b'\], found \['a', 'b', 'c'\]",
     ),
     (lambda J: jd.aggregate(jd.grouped({"a": jd.mean()}), [J["a"]]), "parameters must be a dict by groups, found list"),
-    (lambda J: jd.grouped({}), "rules must be one rule for each group"),
     (lambda J: jd.grouped({"a": jd.mean}), r"rules\['a'\] must be a rule, found"),
     (lambda J: jd.grouped({"a": jd.mean()}, rows={"b": [1]}), "rows must have keys"),
     *(
@@ -374,19 +373,6 @@ def test_rules_of_parts_obey_the_laws(rule):
     assert all(value is True for value in found.values()), found
 
 
-def test_from_part_a_step_takes_it():
-    params = {"trunk": torch.ones(2), "last": torch.ones(2)}
-    losses = lambda p: torch.stack([(p["trunk"] * p["last"]).square().sum(), (p["trunk"] - 2 * p["last"]).exp().sum()])
-    how = by_groups(jd.aggregation.from_part(jd.gradnorm(), ["last"]), losses)
-    state = jd.train_state(params, **how)
-    for _ in range(2):
-        state, info = jd.step(state, **how)
-    assert info.moved
-    assert info.weights[0] != info.weights[1]
-
-
 def test_from_part_names_that_are_no_parameters_are_refused():
     with pytest.raises(ValueError, match="from_part: names must be keys of the parameters"):
         jd.aggregate(jd.aggregation.from_part(jd.upgrad(), ["lost"]), PARTS)
-    with pytest.raises(TypeError, match="from_part"):
-        jd.aggregation.from_part(jd.upgrad, ["last"])

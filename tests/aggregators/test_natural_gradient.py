@@ -104,8 +104,6 @@ def test_a_rank_beyond_the_rows_changes_nothing_and_ties_stay_together():
     check_within(direction(J, r, 0.5, rank=7), direction(J, r, 0.5), 2**8 * eps() * r.norm())
     r = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)  # of three equal singular values, none comes first
     check_within(direction(torch.eye(3).double(), r, 1.0, rank=1), r / 2, 2**8 * eps())
-    with pytest.raises(ValueError, match="natural_gradient: rank must be an integer of at least 1, found 0"):
-        fj.natural_gradient(rank=0)
 
 
 def by_stacked_least_squares(J, r, damping, momentum, last):

@@ -45,14 +45,6 @@ def test_whoever_waits_is_counted_and_not_captured(wait):
             wait(x)
 
 
-def test_copies_have_a_direction_and_a_size():
-    with simulated() as device:
-        x = ROWS.to("sim")
-        x.double().cpu()
-    assert (device.copies_from_host, device.bytes_from_host) == (1, 24)
-    assert (device.copies_to_host, device.bytes_to_host) == (1, 48)
-
-
 def test_devices_are_not_mixed_but_for_single_numbers():
     with simulated() as device:
         x = device.put(ROWS)

@@ -148,13 +148,6 @@ def test_without_a_process_group_the_error_says_how_to_make_one(call):
         call()
 
 
-def test_what_is_no_floating_point_tensor_or_flag_is_named():
-    with pytest.raises(TypeError, match=r"mean_jacobian: .*int64 .*in 'w'"):
-        distributed.mean_jacobian({"w": torch.ones(2, 3, dtype=torch.int64)})
-    with pytest.raises(TypeError, match=r"agree: finite must be a bool tensor, found torch.float32"):
-        distributed.agree(torch.ones(2))
-
-
 def test_rules_optimizers_and_engines_are_checked_before_anything_is_sent():
     params, x = {"w": torch.ones(3)}, torch.ones(3)
     how = {"losses": line, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}

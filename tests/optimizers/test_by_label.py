@@ -114,17 +114,3 @@ TWICE = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
 def test_labels_and_optimizers_must_fit_when_training_starts(params, labelled, message):
     with pytest.raises(ValueError, match=f"by_label: .*{message}"):
         by_label({"a": sgd(0.1), "b": sgd(0.2)}, labelled).init(params)
-
-
-@pytest.mark.parametrize(
-    ("optimizers", "labelled", "error", "message"),
-    [
-        ({}, labels, ValueError, "by_label: optimizers must be at least one"),
-        ([sgd(0.1)], labels, TypeError, "by_label: optimizers must be a dict by names, found list"),
-        ({"a": sgd(0.1)}, "a", TypeError, "by_label: labels must be a function, found str"),
-        ({"a": sgd}, labels, TypeError, "the optimizer 'a' must be a pair .* found function. Call its builder"),
-    ],
-)
-def test_what_is_no_dict_of_optimizers_is_named(optimizers, labelled, error, message):
-    with pytest.raises(error, match=message):
-        by_label(optimizers, labelled)

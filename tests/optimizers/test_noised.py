@@ -154,25 +154,14 @@ def test_a_step_with_another_rule_than_the_one_that_was_checked_is_refused(compi
             take(state, x, **(private | {"aggregator": rule}))
 
 
+def test_noise_for_a_group_alone_is_refused():
+    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found an optimizer that adds noise"):
+        fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
+
+
 def test_noise_for_the_bound_of_the_rule_starts():
     groups = fj.grouped({"a": fj.clipped(0.3), "b": fj.clipped(torch.tensor(0.4))})
     flat, automatic, tensors = fj.clipped(0.5), fj.auto_clipped(max_norm=0.5), fj.clipped(torch.tensor(0.1))
     for rule, norm in ((flat, 0.5), (automatic, 0.5), (tensors, 0.1), (groups, 0.5)):
         how = {"losses": BY_EXAMPLE, "aggregator": rule, "optimizer": noised(fj.sgd(0.1), key(0), 1.0, norm, 4)}
         fj.train_state(SPLIT, torch.ones(4, 3), **how)
-
-
-def test_mistakes_are_named():
-    for wrong, name in (({"multiplier": -1.0}, "multiplier"), ({"max_norm": -1.0}, "max_norm")):
-        with pytest.raises(ValueError, match=f"noised: {name} must be finite and not negative, found -1"):
-            received(**wrong)
-    with pytest.raises(ValueError, match=r"noised: batch_size must be positive and finite, found 0"):
-        received(batch_size=0)
-    with pytest.raises(TypeError, match=r"noised: multiplier must be a number, found function"):
-        received(multiplier=lambda step: 1.0)
-    with pytest.raises(TypeError, match=r"noised: optimizer must be a pair .*found function.*Call its builder"):
-        noised(fj.sgd, key(0), 1.0, 1.0, 1)
-    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found an optimizer that adds noise"):
-        fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
-    with pytest.raises(TypeError, match="key must be an int64 key"):
-        noised(fj.sgd(0.1), torch.zeros(2), 1.0, 1.0, 1)

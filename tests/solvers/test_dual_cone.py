@@ -1,16 +1,14 @@
 """Projection on the dual cone: feasibility, optimality, and the reference on the rows themselves."""
 
-import numpy as np
 import pytest
 import torch
-from bounds import check_within, cone_bound, eps, projection_bound
+from bounds import check_within, eps, projection_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 from sequences import integer_jacobians, rows_of_kind
 
 from functional_jd.core.safe import cosines
-from functional_jd.solvers import lcp
 from functional_jd.solvers.lcp import row_multipliers
 
 jacobians = integer_jacobians((1, 7), (1, 7))
@@ -73,46 +71,6 @@ def test_a_row_of_zeros_is_left_alone_also_where_the_search_is_long():
     N = unit_rows(J)
     bounds = torch.tensor([projection_bound(N, reference(N, row)) for row in N], dtype=torch.float64)
     check_within(S[kept][:, kept].T @ N, expected.T @ N, bounds.unsqueeze(1))
-
-
-def small_integers(count=300):
-    """Jacobians of all shapes up to 8 rows and columns, with equal, opposite, zero, dependent and cancelling rows."""
-    generator = np.random.default_rng(0)
-    yield np.array([[-3, 3, -1, 4], [2, -3, 3, -4], [0, -1, 0, 2], [0, 0, -1, 1], [3, -2, 1, -2], [3, -1, -1, -1]])
-    for i in range(count):
-        (m, n), size = generator.integers((2, 1), 9), generator.integers(1, 5)
-        J = generator.integers(-size, size + 1, (m, n))
-        kinds = {
-            "as they are": J,
-            "equal rows": np.vstack([J[:-1], J[:1]]),
-            "opposite rows": np.vstack([J[:-1], -J[:1]]),
-            "a row of zeros": np.vstack([J[:-1], 0 * J[:1]]),
-            "low rank": J[:, :2] @ generator.integers(-2, 3, (min(n, 2), n)),
-            "stationary": np.vstack([J[:-1], -J[:-1].sum(0)]),
-            "conflicting": J - np.round(1.2 * J.mean(0)),
-        }
-        yield list(kinds.values())[i % len(kinds)]
-
-
-def by_all_active_sets(N):
-    """The projection of every row on the dual cone: the shortest of all that any active set gives, and feasible."""
-    m = len(N)
-    chosen = torch.arange(2**m).unsqueeze(1).bitwise_and(2 ** torch.arange(m)).bool()
-    S = N @ -torch.linalg.pinv(N * chosen.unsqueeze(-1), rtol=1e-10)
-    Y = torch.where((S > -1e-9).all(-1, keepdim=True), N + S @ N, torch.inf)
-    return torch.stack([y[y.norm(dim=-1).argmin()] for y in Y.unbind(1)])
-
-
-@pytest.mark.parametrize(("solver", "by"), [("host", {}), ("host", {"_TENSORS_FROM": 0}), ("device", {})])
-def test_small_integers_by_all_active_sets(solver, by, monkeypatch):
-    for name, value in by.items():
-        monkeypatch.setattr(lcp, name, value)
-    for J in small_integers():
-        J = torch.from_numpy(J.astype(np.float64))
-        N, limit = unit_rows(J), cone_bound(J)
-        S = row_multipliers(cosines(J @ J.T)[0], solver).T
-        assert S.min() >= -limit, J
-        check_within(N + S @ N, by_all_active_sets(N), limit)
 
 
 def test_multipliers_of_nearly_opposite_rows_are_those_of_the_gramian():

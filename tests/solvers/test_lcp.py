@@ -5,7 +5,7 @@ import pytest
 import torch
 from bounds import check_within, eps, least_singular_value, projection_bound
 from gramian_by_hand import Largest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
@@ -50,18 +50,24 @@ def bound(A):
     return 512 * eps() / least_singular_value(A) ** 2
 
 
+HARD = torch.tensor([[-3, 3, -1, 4], [2, -3, 3, -4], [0, -1, 0, 2], [0, 0, -1, 1], [3, -2, 1, -2], [3, -1, -1, -1]])
+
+
 @given(problems(most=8))
+@example((HARD.double() / 38**0.5, HARD.double() / 38**0.5))
 def test_all_ways_to_search_find_the_same(problem):
+    """Which are right: `tests/exact/test_exact_cones.py`."""
     A, x = problem
     M, q = A @ A.T, x @ A.T
     expected = linear_complementarity(M, q)
     check_within(linear_complementarity(M, q, solver="device") @ A, expected @ A, bound(A))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lcp, "_PRODUCTS_FROM", 0)
-        s = linear_complementarity(M, q)
-        differentiable = linear_complementarity(M, q.requires_grad_())
-    check_within(s @ A, expected @ A, bound(A))
-    assert torch.equal(differentiable, s)
+    for start in ("_PRODUCTS_FROM", "_TENSORS_FROM"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lcp, start, 0)
+            s = linear_complementarity(M, q)
+            differentiable = linear_complementarity(M, q.clone().requires_grad_())
+        check_within(s @ A, expected @ A, bound(A))
+        assert torch.equal(differentiable, s) or start == "_TENSORS_FROM"
 
 
 with_and_without_factors = pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
