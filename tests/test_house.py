@@ -16,15 +16,15 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_905  # goal 12,500
-LINES = 23_520  # goal 22,000
+CODE_LINES = 13_904  # goal 12,500
+LINES = 23_515  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
     ("core",): 1_657,  # goal 1,300
-    ("torch_compat",): 1_516,  # goal 1,200
+    ("torch_compat",): 1_514,  # goal 1,200
     ("random",): 798,
     ("solvers",): 1_380,
     ("precision",): 1_105,
@@ -32,7 +32,7 @@ ROOMS = {
     ("aggregation", "aggregators"): 4_400,
     ("optimizers",): 1_170,
     ("engines",): 3_700,
-    ("training",): 2_560,  # goal 2,000
+    ("training",): 2_559,  # goal 2,000
     ("distributed",): 401,
     ("diagnostics", "fronts"): 1_307,  # goal 1,200
     ("testing",): 1_280,

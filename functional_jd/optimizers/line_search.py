@@ -13,7 +13,7 @@ from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_inner, in_dtype_of
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
-from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.torch_compat.watching import StateJournal, Watch
 
 
 @displayed_as(outline)
@@ -110,7 +110,7 @@ def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
     journal, draws = StateJournal(), random_state()
 
     def watched(rate: Tensor) -> Tensor:
-        with journal.watch():
+        with Watch(journal):
             return merit_at(rate)
 
     def together() -> Tensor:

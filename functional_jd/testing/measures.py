@@ -15,7 +15,7 @@ from functional_jd.core.rows import as_matrix, per_row, row_count
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 from functional_jd.torch_compat.callers import here
-from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.torch_compat.watching import StateJournal, Watch
 
 TOLERANCE = 2.0**-26
 
@@ -151,7 +151,7 @@ def _check_closure(f: Callable[..., Any], *arguments: Any) -> None:
     calls = [StateJournal(), StateJournal()]
     for call in calls:
         given = tree_map(torch.clone, arguments)
-        with torch.random.fork_rng(devices=[]), call.watch():
+        with torch.random.fork_rng(devices=[]), Watch(call):
             f(*given)
     tensors = [[x for x, _, old in call.before.values() if old is not None] for call in calls]
     memory = {x.untyped_storage().data_ptr() for x in tensors[0]}

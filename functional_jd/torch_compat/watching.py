@@ -70,8 +70,8 @@ class StateJournal:
     before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = field(default_factory=dict)
     averages: list[Tensor] = field(default_factory=list)
 
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep what this op is about to change."""
+    def note(self, func: Any, args: Any, kwargs: Any, examples: bool = False) -> None:
+        """Keep what this op is about to change; with `examples` the whole batch, where vmap shows one."""
         drawn = kwargs.get("generator")
         if drawn is not None and id(drawn) not in self.before:
             self.before[id(drawn)] = drawn, partial(drawn.set_state, drawn.get_state()), None
@@ -82,6 +82,8 @@ class StateJournal:
             put = partial(Tensor.requires_grad_, args[0], args[0].requires_grad)
             self.before.setdefault((id(args[0]), "requires_grad"), (args[0], put, None))
         for x in targets_of(func, args, kwargs):
+            if examples and isinstance(x, Tensor):
+                x = torch.func.debug_unwrap(x, recurse=False)
             # What has a history in the graph was made by the losses themselves.
             state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
             if state and id(x) not in self.before:
@@ -97,10 +99,6 @@ class StateJournal:
                 put()
         if not again:
             self.before.clear()
-
-    def watch(self) -> TorchFunctionMode:
-        """A mode that notes every op."""
-        return Watch(self)
 
 
 class Watch(TorchFunctionMode):
@@ -132,7 +130,7 @@ class Watch(TorchFunctionMode):
         if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs)
         if self.journal is not None:
-            self.journal.note(func, args, kwargs)
+            self.journal.note(func, args, kwargs, self.examples or not self.forms)
         if not self.forms and func in _SELECT_SCATTER and vmaps_inside(0) and any(map(is_wrapped, args[:2])):
             raise ValueError(
                 f"{here()}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "

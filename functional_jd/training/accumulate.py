@@ -1,6 +1,7 @@
 """The direction of a batch that comes in parts, since memory does not hold it at once."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from functional_jd.engines.replicas import agree, check_alike, mean_over_group, 
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.slow_path import random_state, set_random_state
-from functional_jd.training.checks import check_buffers, check_learning, detach_parameters
+from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.training.checks import check_buffers, check_learning, detach_parameters, undone
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
 from functional_jd.training.weights import group_of_ranks
 
@@ -204,7 +205,8 @@ class _Run(NamedTuple):
             add = partial(torch.add if plan.differentiable else Tensor.add_, alpha=share)
             total = tree_map(partial(torch.mul, other=share), wide) if total is None else tree_map(add, total, wide)
         if examples:
-            return _joined(many) if joined else total, _joined(each), None, buffers
+            join = lambda trees: tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
+            return join(many) if joined else total, join(each), None, buffers
         means: Any = total, tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
         left = _left(verdicts)
         if self.group is not None:
@@ -226,18 +228,14 @@ def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]]) -> _Left | None:
     return _Left(finite.all(0), (lower & ~finite).any(0), moved.to(widest(moved.device)).mean())
 
 
-def _joined(trees: list[Any]) -> Any:
-    return tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
-
-
 def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[Tree, RuleAnswer], _Left | None, Tree]:
     """One backward pass for each part, with weights that look at no gradient."""
     known, taken, examples = None, 0, plan.kind.rows_are_examples
     if plan.view.losses or examples:
-        draws = None if plan.differentiable else random_state()
-        _, known, *_ = run.summed(lambda plan: ((), *plan.kind.weighted(plan.losses, plan.args, plan)[:2], None))
-        if draws is not None:
-            set_random_state(draws)
+        journal = None if plan.differentiable else StateJournal()
+        look = lambda plan: plan.kind.weighted(plan.losses, plan.args, plan._replace(journal=journal))[:2]
+        with nullcontext() if journal is None else undone(journal):
+            _, known, *_ = run.summed(lambda plan: ((), *look(plan), None))
     decided: list[Any] = []
     flags: list[Tensor] = []
 

@@ -88,7 +88,8 @@ def train_state(
     with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
         noised = optimizer.sensitivity is not None
         reached = check_learning(plan, buffers, constant, journal=journal, noised=noised)
-        memory, values = started(plan, chosen, () if chosen.is_replicated else reached)
+        noted = journal if plan.kind.rows_are_examples and not plan.differentiable else None  # one was looked at so far
+        memory, values = started(plan._replace(journal=noted), chosen, () if chosen.is_replicated else reached)
         _check_losses(aggregator, values)
     check_ranks(losses, own, {"keys": keys_of(memory)})
     state = TrainState(params, buffers, optimizer.init(params), memory, plan.scale_state)

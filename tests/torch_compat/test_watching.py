@@ -8,7 +8,7 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 import functional_jd as jd
-from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.torch_compat.watching import StateJournal, Watch
 
 CHANGES = {
     "method": lambda b, x: b.add_(x),
@@ -39,7 +39,7 @@ CHANGES = {
 def test_what_is_changed_in_place_is_put_back(name):
     buffer, x = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
     journal = StateJournal()
-    with journal.watch():
+    with Watch(journal):
         CHANGES[name](buffer, x)
     if name != "embedding":  # changes a copy
         assert not torch.equal(buffer, torch.tensor([1.0, 2.0, 3.0]))
@@ -61,7 +61,7 @@ LEFT_ALONE = {
 def test_what_an_op_does_not_change_is_not_written_to(name):
     w, journal = torch.ones(3, 2), StateJournal()
     version = w._version
-    with journal.watch():
+    with Watch(journal):
         LEFT_ALONE[name](w, torch.tensor([0, 2]))
     journal.undo()
     assert w._version == version, "a graph that has kept the tensor would refuse its backward pass"
@@ -71,7 +71,7 @@ def test_what_an_op_does_not_change_is_not_written_to(name):
 @pytest.mark.parametrize("largest", [0.5, 0.0])
 def test_rows_that_a_lookup_shortens_are_put_back(lookup, largest):
     w, journal = torch.ones(3, 2), StateJournal()
-    with journal.watch():
+    with Watch(journal):
         lookup(torch.tensor([[0, 2]]), w, max_norm=largest)
     assert not torch.equal(w, torch.ones(3, 2))
     journal.undo()
@@ -80,7 +80,7 @@ def test_rows_that_a_lookup_shortens_are_put_back(lookup, largest):
 
 def test_a_generator_of_ones_own_is_put_back():
     journal, own = StateJournal(), torch.Generator().manual_seed(0)
-    with journal.watch():
+    with Watch(journal):
         first = torch.rand(2, generator=own)
     journal.undo(again=True)
     assert torch.equal(torch.rand(2, generator=own), first)
@@ -90,7 +90,7 @@ def test_a_generator_of_ones_own_is_put_back():
 
 def test_what_the_graph_made_is_not_copied():
     journal, w = StateJournal(), torch.ones(3, requires_grad=True)
-    with journal.watch():
+    with Watch(journal):
         torch.relu_(w * 2).add_(1)
     assert not journal.before
 
@@ -150,3 +150,30 @@ def test_rows_of_distances_in_a_vmap_inside_the_losses_are_those_of_a_loop():
         found = jd.jacobian_fn(partial(losses, torch.cdist))(*given)[0]
     by_hand = partial(losses, lambda x, y: (x[:, None] - y).norm(dim=-1))
     torch.testing.assert_close(found, jd.jacobian_fn(by_hand)(*given)[0])
+
+
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+@pytest.mark.parametrize("rule", [jd.mean(), jd.upgrad()], ids=["mean", "upgrad"])
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+@pytest.mark.parametrize("fast", [True, False], ids=["vmap", "falls back"])
+def test_all_examples_of_a_batch_are_put_back(engine, rule, fast):
+    """What vmap shows of a batch is one example. A fallback from the inner products finds the batch as it was."""
+    if rule.view.products == "none" and (engine == "gramian" or not fast):
+        pytest.skip("needs no products, or changes what autograd keeps")
+
+    def of_others(params, x):
+        y = (2 * x * params).square().sum()
+        return y if fast else y + y.detach().clone().item() * 0
+
+    def in_place(params, x):
+        return of_others(params, x.mul_(3))
+
+    def stepped(loss, x):
+        how = {"losses": jd.per_example(loss), "aggregator": rule, "optimizer": jd.sgd(0.1), "engine": engine}
+        state = jd.train_state(torch.ones(2), x, **how)
+        torch.testing.assert_close(x, start)
+        return jd.step(state, x, **how)
+
+    start = torch.arange(1.0, 7.0).view(3, 2)
+    found, expected = stepped(in_place, start.clone()), stepped(lambda params, x: of_others(params, x * 3), start)
+    torch.testing.assert_close((found[0].params, found[1].losses), (expected[0].params, expected[1].losses))

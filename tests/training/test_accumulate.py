@@ -266,3 +266,18 @@ def test_losses_may_contain_derivatives_by_their_batch(rule):
     expected = jd.accumulate(whole, [(x,)], params=params, aggregator=rule())
     check_same(found.direction["w"], expected.direction["w"])
     assert not found.losses["equation"].requires_grad
+
+
+@pytest.mark.parametrize("rule", [jd.stch, jd.dwa])
+def test_losses_that_are_evaluated_twice_find_batch_and_generators_as_they_were(rule):
+    generator = torch.Generator().manual_seed(0)
+
+    def losses(params, x, y):
+        return plain(params, x.mul_(2 + torch.rand((), generator=generator)), y)
+
+    x = X.clone()
+    found = jd.accumulate(losses, [(x, Y)], params=SHARED, aggregator=rule())
+    factor = 2 + torch.rand((), generator=torch.Generator().manual_seed(0))
+    check_same(x, factor * X)
+    expected = jd.accumulate(plain, [(factor * X, Y)], params=SHARED, aggregator=rule())
+    check_same((found.losses, found.weights, found.direction), (expected.losses, expected.weights, expected.direction))

@@ -35,7 +35,7 @@ from functional_jd.precision.loss_scale import unscaled_rows
 from functional_jd.random import split
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
-from functional_jd.torch_compat.watching import StateJournal
+from functional_jd.torch_compat.watching import StateJournal, Watch
 
 
 def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
@@ -46,7 +46,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     m = losses.count(tuple(batch))
     factors = row_scales(plan, m, leaves[0])
     if not torch.compiler.is_compiling():  # which never evaluates twice
-        plan = plan._replace(journal=StateJournal())
+        plan = plan._replace(journal=plan.journal or StateJournal())
 
     def one(inputs: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], Any, Any]:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
@@ -137,7 +137,7 @@ def weighted(losses: PerExample | ExampleSets, args: Args, plan: Plan) -> FoundW
                     "engine='jacobian'), which evaluates and differentiates one example after the other."
                 )
             journal, now = StateJournal(), random_state()
-            with around(), journal.watch():
+            with around(), Watch(journal):
                 gradient = evaluated(losses.one_by_one).pullback(cotangent, last=last)
             journal.undo()
             set_random_state(now)

@@ -93,7 +93,7 @@ class Kind(NamedTuple):
                 return layered(losses, args, plan._replace(mode="vmap"))
             except RowsNeededError:
                 return by_rows()
-        journal = StateJournal()
+        journal = plan.journal or StateJournal()
         return attempt(
             partial(layered, losses, args, plan._replace(journal=journal)),
             by_rows,
