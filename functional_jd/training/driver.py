@@ -71,6 +71,9 @@ def check_noise(losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *,
         )
 
 
+_KNOWN = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
+
+
 def prepare(
     losses: LossFunction,
     params: Params,
@@ -84,15 +87,25 @@ def prepare(
     **fields: Any,
 ) -> tuple[Plan, Engine, EngineChoice]:
     """The plan of a step, its engine and why. The arguments are those of `step`, and other fields of `Plan`."""
-    scale = no_scale(device=tree_leaves(params)[0].device) if scale is None else scale
-    if not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
+    named: Any = ENGINES.get(engine) if isinstance(engine, str) else engine
+    if not isinstance(named, Engine) and engine != "auto":
+        refuse("engine", _KNOWN, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
+    if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")
+    factor = multiplier(scale) if scale is not None and isinstance(scale.growth_interval, Tensor) else None
     kind, view = kind_of(losses), rule.view if isinstance(rule.view, View) else as_view(rule.view)
     place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
     carrying = kind.carrying(losses, batch, Extras(buffers, has_aux, *place))
-    factor = multiplier(scale) if isinstance(scale.growth_interval, Tensor) else None
     differentiable, leaves = is_differentiable((params, carrying.args, factor)), tree_leaves(params)
+    scale = no_scale(device=leaves[0].device) if scale is None else scale
     whole = losses_of_shards(carrying.losses) if (sharded := any_sharded(leaves)) else carrying.losses
+    choice = EngineChoice("", "it was named")
+    if named is None:
+        with_rows, shape = kind.row_params(losses, params), scale.scale.shape
+        # torch 2.11 cannot compile `is` of dicts.
+        own = leaves if not torch.compiler.is_compiling() and with_rows is params else tree_leaves(with_rows)
+        m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
+        choice = choose_engine(view, m, own, batch, kind, sharded=sharded)
     plan = Plan(
         True,
         factor,
@@ -109,19 +122,9 @@ def prepare(
         next_buffers=carrying.next_buffers,
         **fields,
     )
-    if isinstance(engine, str) and engine == "auto":
-        with_rows, shape = kind.row_params(losses, params), scale.scale.shape
-        # torch 2.11 cannot compile `is` of dicts.
-        own = leaves if not torch.compiler.is_compiling() and with_rows is params else tree_leaves(with_rows)
-        m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
-        choice = choose_engine(view, m, own, batch, kind, sharded=sharded)
-        return plan, ENGINES[choice.engine], choice
-    found = ENGINES.get(engine) if isinstance(engine, str) else engine
-    if not isinstance(found, Engine):
-        expected = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
-        refuse("engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
-    found.check(plan)
-    return plan, found, EngineChoice("", "it was named")
+    if named is not None:
+        named.check(plan)
+    return plan, named or ENGINES[choice.engine], choice
 
 
 def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregator: Aggregator) -> EngineChoice:

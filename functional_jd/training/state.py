@@ -5,18 +5,15 @@ from itertools import accumulate, chain
 from math import isfinite
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from functional_jd.aggregation.views import loss_vector
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
-from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
+from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
-from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.callers import here, user_level
-from functional_jd.torch_compat.slow_path import is_out_of_memory
+from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import has_values
 
 
@@ -113,15 +110,3 @@ def warn(text: str) -> None:
 
 def few(names: list[str]) -> str:
     return ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} others" * (len(names) > 5)
-
-
-def note_other_optimizer(state: TrainState, optimizer: Optimizer, error: Exception) -> None:
-    """Add a note to an error, if the state is one of another optimizer or for other parameters."""
-    if torch.compiler.is_compiling() or is_out_of_memory(error):
-        return
-    difference = tree_difference(optimizer.init(state.params), state.optimizer)
-    if difference:
-        error.add_note(
-            f"{here()}: the state must be one of this optimizer for these parameters: {difference} in state.optimizer. "
-            "Start again with train_state, or with state._replace(optimizer=optimizer.init(params))."
-        )

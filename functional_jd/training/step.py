@@ -7,16 +7,17 @@ from typing import Any
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.tree import any_sharded, own_containers, tree_leaves
+from functional_jd.core.tree import any_sharded, own_containers, tree_difference, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, zeros_unless
+from functional_jd.torch_compat.slow_path import is_out_of_memory
 from functional_jd.torch_compat.torch_internals import under_functional_transform
 from functional_jd.torch_compat.watching import watched
 from functional_jd.training.driver import check_method, observe, prepare, pulled, weighed
-from functional_jd.training.state import StepInfo, TrainState, note_other_optimizer
+from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.through_skips import closed, opened
 
 
@@ -114,7 +115,12 @@ def step(
             buffers, memory = select(moved, (buffers, memory), (state.buffers, state.aggregator))
         return TrainState(params, buffers, moments, memory, scale), info
     except Exception as error:
-        note_other_optimizer(state, optimizer, error)
+        is_known = torch.compiler.is_compiling() or is_out_of_memory(error)
+        if not is_known and (found := tree_difference(optimizer.init(state.params), state.optimizer)):
+            error.add_note(
+                f"step: the state must be one of this optimizer for these parameters: {found} in state.optimizer. "
+                "Start again with train_state, or with state._replace(optimizer=optimizer.init(params))."
+            )
         raise
 
 
