@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.arguments import check_function, check_integer, refuse
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
+from functional_jd.core.tree import detach_tree, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
 from functional_jd.fronts.points import check_matrix
@@ -19,7 +19,7 @@ from functional_jd.fronts.population import Population, member
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.training.compiled import compiled
-from functional_jd.training.loop import fit
+from functional_jd.training.loop import arguments_of, check_batches, fit
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
@@ -105,12 +105,7 @@ def train(
         check_integer("chunk_size", chunk_size, 1, "It counts solutions.")
     start, preferences, marks, rule_of = _solutions(start, preferences, rule, chunk_size)
     first, remaining = _first_of(batches)
-    last = [first]
-
-    def each_batch() -> Iterable[Any]:
-        for last[0] in chain([first], remaining):
-            yield last[0]
-
+    last = arguments_of(first)
     method: dict[str, Any] = {"losses": losses, "optimizer": optimizer, "engine": engine, "has_aux": has_aux}
 
     def one(state: TrainState, mark: Tensor, *batch: Any) -> tuple[TrainState, StepInfo]:
@@ -121,7 +116,7 @@ def train(
         return torch.vmap(one, in_dims=dims, chunk_size=chunk_size)(state, marks, *batch)
 
     def begin(params: Params, buffers: Tree, mark: Tensor) -> TrainState:
-        return train_state(params, *_arguments(first), aggregator=rule_of(mark), scale=scale, buffers=buffers, **method)
+        return train_state(params, *last, aggregator=rule_of(mark), scale=scale, buffers=buffers, **method)
 
     if isinstance(start, Front):
         states = start.states
@@ -133,8 +128,15 @@ def train(
         # What does not depend on k is one value with stride 0: a step would be compiled for that, and once more.
         states = tree_map(lambda x: x.contiguous(), states)
     take = compiled(every, backend="inductor" if compile is True else compile) if compile else every
-    states = fit(take, states, each_batch(), on_step=on_step, progress=progress, patience=patience)
-    _, info = take(states, *_arguments(last[0]))
+
+    def noted(states: TrainState, *batch: Any) -> tuple[TrainState, StepInfo]:
+        nonlocal last
+        last = batch
+        return take(states, *batch)
+
+    of_step: Any = {"on_step": on_step, "progress": progress, "patience": patience}
+    states = fit(noted, states, chain([first], remaining), **of_step)
+    _, info = take(states, *last)
     found = torch.cat([x.detach().reshape(len(preferences), -1).double() for x in tree_leaves(info.losses)], 1)
     return Front(states, found, preferences)
 
@@ -142,57 +144,36 @@ def train(
 def _solutions(
     start: Params | Front, preferences: Tensor | None, rule: Any, chunk_size: int | None
 ) -> tuple[Params | Front, Tensor, Tensor, Callable[[Tensor], Aggregator]]:
-    """The start, the preferences, what tells solutions apart, and the rule of each."""
+    """The start, the preferences, which have no entries for a population, what tells solutions apart, and the rule of
+    each.
+    """
+    known, leaves = start.preferences if isinstance(start, Front) else None, tree_leaves(start)
     if isinstance(rule, Population):
-        start, preferences = _checked_population(start, preferences, chunk_size)
-        return start, preferences, torch.arange(len(preferences), device=preferences.device), partial(member, rule)
-    advice = "Pass a function from a preference to a rule, such as tchebycheff, or a Population."
-    check_function("rule", rule, advice)
-    preferences = _checked_preferences(start, preferences)
-    return start, preferences, preferences, rule
+        for name, value in (("chunk_size", chunk_size), ("preferences", preferences)):
+            if value is not None:
+                refuse(name, "None for a population", value, "Leave it out.", ValueError)
+        if known is None:
+            leaves, _ = floating_leaves(start)
+            if len(sizes := {len(x) if x.ndim else 0 for x in leaves}) != 1 or 0 in sizes:
+                raise ValueError(
+                    "train: start must be stacked parameters of a population, leaves [K, ...], found shapes "
+                    f"{[list(x.shape) for x in leaves[:3]]}. Stack them: torch.func.stack_module_state(models)[0]."
+                )
+            start, known = detach_tree(start), leaves[0].detach().new_empty((len(leaves[0]), 0))
+        return start, known, torch.arange(len(known), device=known.device), partial(member, rule)
+    check_function("rule", rule, "Pass a function from a preference to a rule, such as tchebycheff, or a Population.")
+    if preferences is not None or known is None:
+        preferences = check_matrix("preferences", preferences, cure := "Take lattice(m, divisions).")
+        if len(preferences) != (count := max(len(preferences), 1) if known is None else len(known)):
+            refuse("preferences", f"{count}, one for each solution", len(preferences), cure, ValueError)
+        at = leaves[0].device if leaves and isinstance(leaves[0], Tensor) else None  # where each step needs them
+        known = preferences.detach().to(at)
+    return start, known, known, rule
 
 
 def _first_of(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     """The first batch, and an iterator over the others."""
-    if not isinstance(batches, Iterable) or (isinstance(batches, Tensor) and not batches.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("batches", "a DataLoader, a list or a generator", batches, "Of no arguments: [()].")
+    check_batches(batches, "Of no arguments: [()].")
     for first in (remaining := iter(batches)):
         return first, remaining
     raise ValueError("train: batches must have an item, found none. Pass [()] for losses of params alone.")
-
-
-def _arguments(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-def _checked_population(
-    start: Params | Front, preferences: Tensor | None, chunk_size: int | None
-) -> tuple[Params | Front, Tensor]:
-    """The start of all solutions of a population, and their preferences, which have no entries."""
-    for name, value in (("chunk_size", chunk_size), ("preferences", preferences)):
-        if value is not None:
-            refuse(name, "None for a population", value, "Leave it out.", ValueError)
-    if isinstance(start, Front):
-        return start, start.preferences
-    leaves, _ = floating_leaves(start)
-    sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
-    if len(sizes) != 1 or 0 in sizes:
-        found = [list(leaf.shape) for leaf in leaves[:3]]
-        raise ValueError(
-            f"train: start must be stacked parameters of a population, leaves [K, ...], found shapes {found}. "
-            "Stack them: torch.func.stack_module_state(models)[0]."
-        )
-    return tree_map(lambda x: x.detach(), start), leaves[0].new_empty((len(leaves[0]), 0)).detach()
-
-
-def _checked_preferences(start: Params | Front, preferences: Tensor | None) -> Tensor:
-    if preferences is None and isinstance(start, Front):
-        return start.preferences
-    cure = "Take lattice(m, divisions)."
-    preferences = check_matrix("preferences", preferences, cure)
-    wanted = len(start.preferences) if isinstance(start, Front) else max(len(preferences), 1)
-    if len(preferences) != wanted:
-        refuse("preferences", f"{wanted}, one for each solution", len(preferences), cure, ValueError)
-    likes = tree_leaves(start)
-    at = likes[0].device if likes and isinstance(likes[0], Tensor) else None  # where each step needs them
-    return preferences.detach().to(at)

@@ -148,19 +148,28 @@ def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tr
 
 
 class _Left(NamedTuple):
-    """With parts left out where they are not finite: which losses are finite in all, and which overflowed in
-    one, bool of the scale's shape; and the share of the parts that are left.
+    """With parts left out where they are not finite: which losses are finite in all, and which overflow in none, bool
+    of the scale's shape; and the share of the parts that are left.
     """
 
     finite: Tensor
-    overflowed: Tensor
+    sound: Tensor
     share: Tensor
 
     def verdict(self, plan: Plan, last: Verdict) -> Verdict:
         """The verdict of the step, from that of the parts left."""
         finite = self.finite & last.finite
-        following = update_scale(plan.scale_state, ~self.overflowed, losses_finite=finite.all() | self.overflowed)
+        following = update_scale(plan.scale_state, self.sound, losses_finite=finite.all() | ~self.sound)
         return Verdict(finite, last.moved & (self.share > 0), following)
+
+
+def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]], group: Any) -> _Left:
+    """What is left on all ranks, from the verdicts of the parts: what is finite, what backs off, what is taken."""
+    finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
+    finite, sound, share = finite.all(0), (finite | ~lower).all(0), moved.to(widest(moved.device)).mean()
+    if group is not None:
+        finite, sound, share = agree(finite, group), agree(sound, group), mean_over_group(share, group)
+    return _Left(finite, sound, share)
 
 
 class _Run(NamedTuple):
@@ -208,24 +217,13 @@ class _Run(NamedTuple):
             join = lambda trees: tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
             return join(many) if joined else total, join(each), None, buffers
         means: Any = total, tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
-        left = _left(verdicts)
         if self.group is not None:
             means, buffers = mean_over_group(means, self.group), pooled_buffers(buffers, self.group)
-        if left is not None and self.group is not None:
-            overflowed = ~agree(~left.overflowed, self.group)
-            left = _Left(agree(left.finite, self.group), overflowed, mean_over_group(left.share, self.group))
+        left = _left(verdicts, self.group) if verdicts else None
         if left is not None:
             share = torch.where(left.share > 0, left.share, 1)
             means = tree_map(lambda x: x / share.to(x.dtype), means)
         return *means, left, buffers
-
-
-def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]]) -> _Left | None:
-    """From the verdicts of the parts: which losses are finite, which scales back off, and whether it is left."""
-    if not verdicts:
-        return None
-    finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
-    return _Left(finite.all(0), (lower & ~finite).any(0), moved.to(widest(moved.device)).mean())
 
 
 def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[Tree, RuleAnswer], _Left | None, Tree]:

@@ -88,7 +88,7 @@ def prepare(
 ) -> tuple[Plan, Engine, EngineChoice]:
     """The plan of a step, its engine and why. The arguments are those of `step`, and other fields of `Plan`."""
     named: Any = ENGINES.get(engine) if isinstance(engine, str) else engine
-    if not isinstance(named, Engine) and engine != "auto":
+    if not (isinstance(named, Engine) or (isinstance(engine, str) and engine == "auto")):
         refuse("engine", _KNOWN, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
     if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")

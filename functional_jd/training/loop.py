@@ -116,18 +116,28 @@ def _takes_two(f: Any) -> bool:
 def _checked(step: Any, state: Any, batches: Any, patience: Any) -> _Pairs:
     watch = SkipWatch(patience)
     check_function("step", step, "Pass functools.partial(functional_jd.step, losses=..., ...).")
-    iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
-    if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
-        refuse("batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
+    check_batches(batches, "A single batch is [batch].")
 
     def pairs(state: Any) -> _Pairs:
         for batch in batches:
-            scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
-            state, info = step(state, *given)
+            scale = getattr(state, "scale", None)
+            state, info = step(state, *arguments_of(batch))
             yield state, info
             watch.follow(scale, state, info)  # afterwards, so that the last step is seen too
 
     return pairs(state)
+
+
+def check_batches(batches: Any, cure: str) -> None:
+    """Refuse what is not a sequence of batches."""
+    iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
+        refuse("batches", "a DataLoader, a list or a generator", batches, cure)
+
+
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """What a batch holds, for the arguments of a step."""
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
 def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
