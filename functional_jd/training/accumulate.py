@@ -17,7 +17,7 @@ from functional_jd.core.rows import at_least_float32, of_distinct
 from functional_jd.core.tree import all_finite, described_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
 from functional_jd.engines.by_name import of_rows, rows_of_plan
-from functional_jd.engines.evaluate import check_losses
+from functional_jd.engines.evaluate import check_losses, element_count
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, pooled_buffers, replicate
 from functional_jd.precision.autocast import autocast_disabled
@@ -112,7 +112,7 @@ def accumulate(
     if group is not None and state is None:
         check_alike(own, group, "parameters", {"rule": aggregator})
     if plan.view.products == "none":
-        seen, (memory, found), left, next_buffers = _by_weights(run, plan, state)
+        seen, memory, found, left, next_buffers = _by_weights(run, plan, state)
     else:
 
         def unscaled(plan: Plan) -> Any:
@@ -226,7 +226,7 @@ class _Run(NamedTuple):
         return *means, left, buffers
 
 
-def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[Tree, RuleAnswer], _Left | None, Tree]:
+def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, RuleAnswer, _Left | None, Tree]:
     """One backward pass for each part, with weights that look at no gradient."""
     known, taken, examples = None, 0, plan.kind.rows_are_examples
     if plan.view.losses or examples:
@@ -234,23 +234,22 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[
         look = lambda plan: plan.kind.weighted(plan.losses, plan.args, plan._replace(journal=journal))[:2]
         with nullcontext() if journal is None else undone(journal):
             _, known, *_ = run.summed(lambda plan: ((), *look(plan), None))
-    decided: list[Any] = []
+    first = [plan.kind.weighted(plan.losses, plan.args, plan)]
+    with autocast_disabled():
+        memory, found = _weighed(plan, Observation(first[0][0] if known is None else known), state, run.group)
     flags: list[Tensor] = []
 
     def one(plan: Plan) -> tuple[Direction, Losses, Any, Tensor | None]:
         nonlocal taken
-        values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
+        values, carried, pull = first.pop() if first else plan.kind.weighted(plan.losses, plan.args, plan)
         with autocast_disabled():
-            if not decided:
-                decided[:] = _weighed(plan, Observation(values if known is None else known), state, run.group)
-            own = decided[1].own
+            own = found.own
             if examples:
-                start, taken = taken, taken + sum(leaf.numel() for leaf in tree_leaves(values))
+                start, taken = taken, taken + element_count(tree_leaves(values))
                 own = of_distinct(lambda each: each[start:taken], own)
             direction, finite = pull(own, last=True)
             if run.skipping:  # no part is to blame for weights that are not finite
-                sound = all_finite(direction) if finite is None else finite
-                finite = sound | ~all_finite(decided[1].weights)
+                finite = (all_finite(direction) if finite is None else finite) | ~all_finite(found.weights)
         flags.extend([] if finite is None else [finite])
         return direction, values, carried, finite
 
@@ -260,4 +259,4 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, tuple[
         finite = torch.ones_like(finite)
     elif finite is not None and run.group is not None:
         finite = agree(finite, run.group)
-    return Observation(values, pullback=lambda _: (direction, finite)), (decided[0], decided[1]), left, buffers
+    return Observation(values, pullback=lambda _: (direction, finite)), memory, found, left, buffers

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import as_view, loss_count
-from functional_jd.core.arguments import check_type, described, here, refuse
+from functional_jd.core.arguments import check_type, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.safe import nan_unless
@@ -150,11 +150,9 @@ def group_of_ranks(group: Any, losses: Any, params: Params) -> Any:
     if group is False or (group is None and (whole or ranks == 1)):
         return None
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"{here()}: group must be a ProcessGroup of this process, found {described(group)} and {ranks} ranks. Pass "
-            "group=torch.distributed.group.WORLD for the weights of the whole batch, or group=False for those of this "
-            "rank alone."
-        )
+        expected = f"a ProcessGroup of this process, as there are {ranks} ranks"
+        cure = "Pass group=torch.distributed.group.WORLD for the whole batch, or group=False for this rank's part."
+        refuse("group", expected, group, cure, ValueError)
     if sharded:
         refuse("group", "None for losses of sharded(losses, mesh)", group, "Leave it out.", ValueError)
     return group
@@ -232,8 +230,8 @@ def weigh(
         refuse("features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
     factor = None if scale is None else scale.scale
     view = as_view(aggregator.view)
-    given = parameters if features is None else features
-    points = [] if view.products == "none" else _points(losses, given, features is None)
+    given, name = (parameters, "parameters") if features is None else (features, "features")
+    points = [] if view.products == "none" else _points(losses, given, name)
     if group is not None and state is None:
         check_alike(losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
@@ -270,9 +268,8 @@ def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses
     return known, rows, torch.where(finite.all(), passed, finite)  # a loss that is not finite may reach others' rows
 
 
-def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
+def _points(losses: Losses, given: Any, name: str) -> list[Tensor]:
     """The tensors to differentiate by."""
-    name = "parameters" if are_parameters else "features"
     leaves = tree_leaves(list(given) if isinstance(given, Iterator | ValuesView) else given)
     for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not value.requires_grad:
@@ -284,8 +281,6 @@ def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
         raise ValueError(f"{here()}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")
     points = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not points:
-        cure = (
-            "Pass model.parameters() anew." if are_parameters else "Pass the output of the shared part, not detached."
-        )
+        cure = "Pass model.parameters() anew, or features that are not detached."
         raise ValueError(f"{here()}: {name} must be tensors that require grad, found none. {cure}")
     return points

@@ -111,7 +111,7 @@ def check_what_is_not_finite_on_one_rank_shows_in_the_weights_on_all():
 
 def check_weights_of_several_ranks_need_a_group():
     params, batch = problem()
-    with pytest.raises(ValueError, match=rf"weights_fn: group must be .* and {replicas()} ranks"):
+    with pytest.raises(ValueError, match=rf"weights_fn: group must be .* there are {replicas()} ranks"):
         fj.weights_fn(plain, fj.upgrad())(params, *mine(batch))
     for wrong in (True, "gloo", None if rank() else 3):
         with pytest.raises(ValueError, match="weights_fn: group must be a ProcessGroup"):
