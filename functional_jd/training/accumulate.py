@@ -164,7 +164,7 @@ class _Left(NamedTuple):
 
 
 def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]], group: Any) -> _Left:
-    """What is left on all ranks, from the verdicts of the parts: what is finite, what backs off, what is taken."""
+    """The outcome of leaving out parts, on all ranks together."""
     finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
     finite, sound, share = finite.all(0), (finite | ~lower).all(0), moved.to(widest(moved.device)).mean()
     if group is not None:

@@ -136,7 +136,7 @@ def check_batches(batches: Any, cure: str) -> None:
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """What a batch holds, for the arguments of a step."""
+    """The entries of a batch, as arguments of a step."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
