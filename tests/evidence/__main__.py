@@ -1,10 +1,10 @@
 """`python tests/evidence [--quick] [--page] [PROBLEM ...]`: rules beside plain and tuned sums, for one CPU core.
 
-Trains every method on every problem, as `PROTOCOL.md` says, the most telling first; stores each as soon as it is there
-in `results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `REPORT.md`, its
-pictures, and the chart of `docs/evidence.md`. A file that is removed is trained again. `--seconds S` stops after that
-time; `--methods NAME ...` trains only these; `--quick` trains two problems shortly, in two draws, and stores nothing;
-`--page` writes the report from what is stored.
+Trains every method on every problem, as `PROTOCOL.md` says; stores each as soon as it is there in
+`results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `REPORT.md`, its
+picture, and the chart of `docs/evidence.md`. A file that is removed is trained again. `--methods NAME ...` trains only
+these; `--quick` trains two problems shortly, in two draws, and stores nothing; `--page` writes the report from what is
+stored.
 """
 
 import sys
@@ -34,7 +34,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="only write the page from what is stored")
     known = sorted({method for _, method in queue()})
     parser.add_argument("--methods", nargs="+", choices=known, default=[], metavar="METHOD", help="such as peer_upgrad")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="train no longer than this")
     given = parser.parse_args(arguments)
     for name in given.problems:
         if name not in PROBLEMS:
@@ -44,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         quick()
         return
     if not given.page:
-        run(given.problems, given.seconds, given.methods)
+        run(given.problems, given.methods)
     from study_page import write_page
 
     write_page()

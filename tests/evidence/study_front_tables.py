@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from pages import table
 from problems import PROBLEMS
-from study_cells import Cell
 from study_format import Cells, points, signed, spelled
 from study_fronts import FAMILIES, ON, PREFIX, beside_sums, sizes, utility, worth
 from study_statistics import difference
@@ -37,46 +36,35 @@ HOW_MANY = "Solutions on a front, the mean over draws, and the share of them who
 
 def front_tables(cells: Cells) -> list[str]:
     """All that is said of fronts, by paragraphs."""
-    names = [name for name in ON if SUMS in cells.get(name, {})]
-    both = [less_sums(cells, names, *kind) for kind in (("Area", worth), ("Utility", utility))]
-    return ["### Fronts", WORDS, *both, HOW_MANY, how_many(cells, names), SINGLE, single_rules(cells, names)]
+    both = [less_sums(cells, *kind) for kind in (("Area", worth), ("Utility", utility))]
+    return ["### Fronts", WORDS, *both, HOW_MANY, how_many(cells), SINGLE, single_rules(cells)]
 
 
-def less_sums(cells: Cells, names: list[str], title: str, measure: Callable[..., Tensor]) -> str:
+def less_sums(cells: Cells, title: str, measure: Callable[..., Tensor]) -> str:
     """A row a problem, a column a method: its measure less that of the sums, after all steps and at equal passes."""
-    columns = [(family, 2) for family in families(cells, names)[1:]]
-    columns += [(f, 1) for f, _ in columns if any(cells[n].get(PREFIX + f, {}).get("passes") == 2 for n in names)]
+    others = [family for family in FAMILIES if family != "sums"]
+    columns = [(family, 2) for family in others]
+    columns += [(family, 1) for family in others if cells[ON[0]][PREFIX + family]["passes"] == 2]
     rows = []
-    for name in names:
-        sums, row = measure(cells[name][SUMS]), [name]
-        row.append(f"{sums.mean():.3f}")
-        for family, share in columns:
-            found = cells[name].get(PREFIX + family)
-            row.append(points(found and difference(measure(found, share), sums, PROBLEMS[name].shared)))
-        rows.append(row)
+    for name in ON:
+        sums = measure(cells[name][SUMS])
+        found = [measure(cells[name][PREFIX + family], share) for family, share in columns]
+        apart = [points(difference(each, sums, PROBLEMS[name].shared)) for each in found]
+        rows.append([name, f"{sums.mean():.3f}", *apart])
     titles = [SPELLED[family] + (", equal passes" if share == 1 else "") for family, share in columns]
     return table([title, SPELLED["sums"], *titles], rows)
 
 
-def families(cells: Cells, names: list[str]) -> list[str]:
-    """Those that have been trained."""
-    return [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)]
-
-
-def how_many(cells: Cells, names: list[str]) -> str:
+def how_many(cells: Cells) -> str:
     """A row a problem, a column a method."""
-
-    def said(cell: Cell | None) -> str:
-        return "{:.1f}, {:.0%}".format(*sizes(cell)).replace("%", " %") if cell else "-"
-
-    own = families(cells, names)
-    rows = [[name, *(said(cells[name].get(PREFIX + family)) for family in own)] for name in names]
-    return table(["", *(SPELLED[family] for family in own)], rows)
+    said = lambda cell: "{:.1f}, {:.0%}".format(*sizes(cell)).replace("%", " %")
+    rows = [[name, *(said(cells[name][PREFIX + family]) for family in FAMILIES)] for name in ON]
+    return table(["", *(SPELLED[family] for family in FAMILIES)], rows)
 
 
-def single_rules(cells: Cells, names: list[str]) -> str:
+def single_rules(cells: Cells) -> str:
     """A row a rule, a column a problem: draws in which the front of sums is better in both, and the area added."""
-    names = [name for name in names if not PROBLEMS[name].front_only]
+    names = [name for name in ON if not PROBLEMS[name].front_only]
     methods = [m for m in dict.fromkeys(m for name in names for m in cells[name]) if _is_single(cells, names, m)]
     rows = []
     for method in methods:

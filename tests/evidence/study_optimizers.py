@@ -1,8 +1,8 @@
 """`make optimizers-study`: does the optimizer hide the rule? SGD with momentum, AdamW and Muon under the same rules.
 
 Trains what `optimizers.json` lacks, stores each cell as soon as it is there, and so goes on where it was stopped; then
-writes the tables of `REPORT.md` and the picture `evidence_optimizers.svg`. `--page` writes
-them from what is stored; `--quick` trains little in two draws, prints scores, and stores nothing. See `PROTOCOL.md`.
+writes the tables of `REPORT.md`. `--page` writes them from what is stored; `--quick` trains little in two draws, prints
+scores, and stores nothing. See `PROTOCOL.md`.
 """
 
 import json
@@ -24,7 +24,6 @@ from pages import table, write_between
 from problems import PROBLEMS
 from study_cells import Cell, digits, tuned
 from study_format import counted, points, signed, spelled
-from study_pictures import INK, dots, figure_at, plain
 from study_rules import Method, backward_passes, methods_for
 from study_statistics import REFERENCE, Difference, difference
 from study_training import LOOKS, Trained, draws_of, optimizer_for
@@ -38,7 +37,7 @@ MARKS = "<!-- begin: made by tests/evidence, optimizers -->", "<!-- end: optimiz
 DEVELOPMENT = ("tumours", "diabetes", "helmholtz", "fairness", "bandit", "unbalanced", "units", "two_digits")
 METHODS = (REFERENCE, "mean", "upgrad", "config", "nash_mtl", "unit_sum", "alternating")
 ALTERNATING = "alternating"  # of `config`; it has an optimizer of its own, like Adam
-DRAWS = 5
+DRAWS, BEYOND = 5, ("better", "worse")
 Cells = dict[str, Cell]
 
 
@@ -145,23 +144,18 @@ def run(path: Path = STORED) -> Cells:
 
 def against(cells: Cells, problem: str, optimizer: str, method: str, at: str = "steps") -> Difference | None:
     """The paired difference to standardised sums under the same optimizer, at equal "steps" or "passes"."""
-    pair = [cells.get(f"{problem}/{optimizer}/{name}") for name in (method, REFERENCE)]
-    if None in pair:
+    if (problem, optimizer, method) not in keys():
         return None
+    pair = (cells[f"{problem}/{optimizer}/{name}"] for name in (method, REFERENCE))
     ours, theirs = (torch.tensor(cell[at], dtype=torch.float64) for cell in pair)
     return difference(ours, theirs, PROBLEMS[problem].shared)
 
 
-def over_problems(cells: Cells, *how: str) -> list[Difference]:
-    """The same on all problems that have both."""
-    return [d for problem in DEVELOPMENT if (d := against(cells, problem, *how)) is not None]
-
-
-def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float | None:
+def spread(cells: Cells, problem: str, optimizer: str, at: str) -> float:
     """The score of the best rule less that of the worst, with all losses on one scale: without `mean` as they come."""
-    found = [cells.get(f"{problem}/{optimizer}/{m}") for m in METHODS if m not in ("mean", "upgrad", ALTERNATING)]
-    scores = [mean(cell[at]) for cell in found if cell]
-    return max(scores) - min(scores) if len(scores) == len(found) else None
+    wanted = [method for method in METHODS if method not in ("mean", "upgrad", ALTERNATING)]
+    scores = [mean(cells[f"{problem}/{optimizer}/{method}"][at]) for method in wanted]
+    return max(scores) - min(scores)
 
 
 def short(cells: Cells) -> str:
@@ -169,29 +163,27 @@ def short(cells: Cells) -> str:
     columns = list(product(OPTIMIZERS, ("steps", "passes")))
     rows = []
     for method in METHODS[1:]:
-        own = [over_problems(cells, name, method, at) for name, at in columns]
-        shown = [f"{signed(mean(d.mean for d in x))} ({counted(x, ('better', 'worse'))})" if x else "-" for x in own]
+        own = [[against(cells, problem, name, method, at) for problem in DEVELOPMENT] for name, at in columns]
+        shown = ["-" if None in x else f"{signed(mean(d.mean for d in x))} ({counted(x, BEYOND)})" for x in own]
         rows.append([spelled(method), *shown])
-    spreads = [[s for p in DEVELOPMENT if (s := spread(cells, p, *column)) is not None] for column in columns]
-    rows.append(["spread of rules", *(f"{100 * mean(values):.1f}" if values else "-" for values in spreads)])
+    spreads = [mean(spread(cells, problem, *column) for problem in DEVELOPMENT) for column in columns]
+    rows.append(["spread of rules", *(f"{100 * value:.1f}" for value in spreads)])
     return table(["", *(f"{name}, equal {at}" for name, at in columns)], rows)
 
 
 def whole(cells: Cells) -> list[str]:
     """A row a problem and optimizer, a column a method, at equal steps, with intervals."""
-    rows = [
-        [problem, name, f"{mean(own['steps']):.3f}", *(points(against(cells, problem, name, m)) for m in METHODS[1:])]
-        for problem, name in product(DEVELOPMENT, OPTIMIZERS)
-        if (own := cells.get(f"{problem}/{name}/{REFERENCE}"))
-    ]
+    rows = []
+    for problem, name in product(DEVELOPMENT, OPTIMIZERS):
+        reference = f"{mean(cells[f'{problem}/{name}/{REFERENCE}']['steps']):.3f}"
+        rows.append([problem, name, reference, *(points(against(cells, problem, name, m)) for m in METHODS[1:])])
     at_edge = sum(not cell["inside"] for cell in cells.values())
     words = f"{len(cells)} of {len(keys())} cells; the best rate lies at an edge of the extended grid in {at_edge}"
     return [table(["", "optimizer", spelled(REFERENCE), *map(spelled, METHODS[1:])], rows), f"{words} of them."]
 
 
 WORDS = """Differences to standardised sums under the same optimizer, in hundredths of the score: the mean over eight development problems
-in five draws. In brackets: on how many problems the 95 % interval leaves out 0, better / worse. In the picture, a dot is a
-problem, a bar the mean; dots below -20 are drawn at -20.
+in five draws. In brackets: on how many problems the 95 % interval leaves out 0, better / worse.
 
 - `alternating(config(), m)` has an optimizer of its own, which is like Adam: it stands in the columns of AdamW.
 - *Equal passes*: a rule that takes m backward passes a step takes 1 / m of the steps.
@@ -200,28 +192,12 @@ problem, a bar the mean; dots below -20 are drawn at -20.
 
 
 def write_page(cells: Cells, report: Path = REPORT) -> None:
-    """Write both tables into the report, and draw the picture next to it."""
-    picture = "![Differences to standardised sums by rule and optimizer](evidence_optimizers.svg)"
-    write_between(report, *MARKS, "\n\n".join([picture, WORDS, short(cells), *whole(cells)]))
-    draw(cells, report.with_name("evidence_optimizers.svg"))
-
-
-def draw(cells: Cells, path: Path) -> None:
-    """A panel an optimizer, a line a method: a dot a problem, and a bar at the mean, at equal steps."""
-    with figure_at(path, (9, 3.4), **{"font.size": 11}) as figure:
-        axes = figure.subplots(1, len(OPTIMIZERS), sharex=True, sharey=True, squeeze=False)[0]
-        for axis, name in zip(axes, OPTIMIZERS, strict=True):
-            axis.axvline(0, color=INK, linewidth=0.8)
-            for y, method in enumerate(METHODS[:0:-1]):
-                dots(axis, y, [100 * d.mean for d in over_problems(cells, name, method)], mean)
-            axis.set_yticks(range(len(METHODS) - 1), [spelled(method).strip("`*") for method in METHODS[:0:-1]])
-            axis.set(title=name)
-            plain(axis)
-        figure.supxlabel("hundredths of the score over standardised sums", color=INK)
+    """Write both tables into the report."""
+    write_between(report, *MARKS, "\n\n".join([WORDS, short(cells), *whole(cells)]))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train what is missing, then write tables and picture."""
+    """Train what is missing, then write the tables."""
     parser = ArgumentParser("python tests/evidence/study_optimizers.py", None, __doc__)
     parser.add_argument("--quick", action="store_true", help="two problems, few steps: stores nothing")
     parser.add_argument("--page", action="store_true", help="only write the pages from what is stored")

@@ -1,5 +1,6 @@
 """Tables of the study, between the marks of `REPORT.md`, made from what is stored."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
@@ -13,7 +14,7 @@ from study_front_tables import front_tables
 from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
 from study_peers import PREFIX
-from study_pictures import draw, draw_fronts, draw_summary
+from study_pictures import draw_fronts, draw_summary
 from study_queue import FROZEN, queue
 from study_statistics import REFERENCE, SHARES, Difference, complete, difference, passes_taken, scores, spent
 from study_training import PATIENCE, RISE
@@ -51,16 +52,16 @@ def against_all(cells: Cells, method: str) -> dict[str, Difference]:
     return {problem: d for problem in cells if (d := against(cells, problem, method)) is not None}
 
 
-def methods_of(cells: Cells) -> list[str]:
-    """All methods that are stored, in the order of the queue, but for the peer's."""
-    stored = {method for found in cells.values() for method in found if not method.startswith((PREFIX, FRONT))}
-    return [m for m in dict.fromkeys(method for _, method in queue()) if m in stored and m != "advice"]
+def methods_of() -> list[str]:
+    """All methods in the order of the queue, but for the peer's and those of fronts."""
+    found = dict.fromkeys(method for _, method in queue() if not method.startswith((PREFIX, FRONT)))
+    return [method for method in found if method != "advice"]
 
 
 def summary(cells: Cells) -> str:
     """A row a method: better, none seen, worse; mean, median and worst difference; what its search costs."""
     rows = []
-    for method in methods_of(cells):
+    for method in methods_of():
         found = against_all(cells, method)
         if not found:
             continue
@@ -75,7 +76,7 @@ def summary(cells: Cells) -> str:
     return table(["", *counts_of, "mean", "median", "worst", "passes", "time"], [row for _, row in rows])
 
 
-def differences(cells: Cells, methods: list[str], names: list[str]) -> str:
+def differences(cells: Cells, methods: Sequence[str], names: list[str]) -> str:
     """A row a problem, a column a method: points over the reference, with intervals."""
     rows = []
     for name in names:
@@ -85,11 +86,9 @@ def differences(cells: Cells, methods: list[str], names: list[str]) -> str:
     return table(["", "m", "*standardised*", *map(spelled, methods)], rows)
 
 
-def stopped_earlier(cells: Cells, methods: list[str]) -> str:
+def stopped_earlier(cells: Cells, methods: Sequence[str]) -> str:
     """A row a method: the mean difference at a quarter, a half and all of the steps, where all have been trained."""
     rows, names = [], complete(cells, [REFERENCE, *methods])
-    if not names:
-        return "No problem has all of these methods so far."
     for method in methods:
         found = [[against(cells, name, method, place) for name in names] for place in SHARES.values()]
         rows.append([spelled(method), *(signed(mean(d.mean for d in each if d is not None)) for each in found)])
@@ -105,7 +104,7 @@ def worst_part(cells: Cells, problem: str, method: str) -> Difference | None:
     return difference(*lowest, PROBLEMS[problem].shared)
 
 
-def worst_parts(cells: Cells, methods: list[str]) -> str:
+def worst_parts(cells: Cells, methods: Sequence[str]) -> str:
     """A row a method: the problems where its worst part is better or worse beyond the interval, and the mean."""
     found = {m: {p: d for p in cells if (d := worst_part(cells, p, m)) is not None} for m in methods}
     common = [name for name in complete(cells, [REFERENCE, *methods]) if all(name in own for own in found.values())]
@@ -115,7 +114,7 @@ def worst_parts(cells: Cells, methods: list[str]) -> str:
             ", ".join(f"{name} {signed(d.mean)}" for name, d in own.items() if d.word == word) or "-"
             for word in ("better", "worse")
         )
-        middle = signed(mean(own[name].mean for name in common)) if common else "-"
+        middle = signed(mean(own[name].mean for name in common))
         rows.append([spelled(method), middle, better, counted(own.values(), ("none seen",)), worse])
     words = (
         "The lowest part of each score in place of the mean of its parts, in the same trainings, less that of "
@@ -163,8 +162,6 @@ def ranks(cells: Cells) -> str:
     """
     methods = [REFERENCE, "mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search"]
     names = complete(cells, methods)
-    if len(names) < 5:
-        return f"Ranks need five problems with all of the first methods; {len(names)} have them so far."
     found = stats.table_of(cells, names, methods)
     chances = stats.signed_ranks(found, 0)
     order, over = stats.mean_ranks(found), (found - found[:, :1]).mean(0).tolist()
@@ -187,9 +184,7 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
     rows, held_out = [], []
     for name in names:
         found = cells[name]
-        said = found["advice"]["rule"] if "advice" in found else [""]
-        if any(rule not in found for rule in said):
-            continue
+        said = found["advice"]["rule"]
         got = mean(float(scores(found[rule])[i]) for i, rule in enumerate(said))
         named = ", ".join(f"`{rule}` {said.count(rule)}" for rule in dict.fromkeys(said))
         always = [float(scores(found[rule]).mean()) if rule in found else None for rule in ALWAYS]
@@ -218,7 +213,7 @@ def intervals(cells: Cells) -> str:
     pairs = [
         (scores(found[method]), scores(found[reference_of(name)]), PROBLEMS[name].shared)
         for name, found in cells.items()
-        for method in methods_of(cells)
+        for method in methods_of()
         if method in found and method != reference_of(name)
     ]
     bold = [pair for pair in pairs if difference(*pair).word != "none seen"]
@@ -232,8 +227,7 @@ def intervals(cells: Cells) -> str:
 def honesty(cells: Cells, bold: str) -> str:
     """What the protocol asks to report: missing cells, rates at an edge, trainings that were still moving."""
     todo = list(queue())
-    stored = [(p, m) for p, m in todo if m in cells.get(p, {})]
-    trained = [cells[p][m] for p, m in stored if m != "advice" and not m.startswith(FRONT)]
+    trained = [cells[p][m] for p, m in todo if m != "advice" and not m.startswith(FRONT)]
     edge = sum(cell["inside"] is False for cell in trained)
     of = sum(cell["inside"] is not None for cell in trained)
     rises = [rise for cell in trained for at_largest, rise in [stats.at_the_end(cell, PATIENCE)] if at_largest]
@@ -242,7 +236,7 @@ def honesty(cells: Cells, bold: str) -> str:
         for package in ("torch", "functional_jd")
     ]
     return (
-        f"Of {len(todo)} cells (a method on a problem), {len(stored)} have been trained; the others are left out of "
+        f"Of {len(todo)} cells (a method on a problem), {len(todo)} have been trained; the others are left out of "
         f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} cells (searches, whose "
         f"rates are not extended, are not among these). {len(rises)} of {len(trained)} went on to the largest number "
         f"of steps with their best rate, and {sum(rise >= RISE for rise in rises)} of these rose by {RISE} or more in "
@@ -253,16 +247,15 @@ def honesty(cells: Cells, bold: str) -> str:
 
 def made(cells: Cells) -> str:
     """All that stands between the marks."""
-    whole, ready = cells, [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
+    whole, ready = cells, [name for name, entry in PROBLEMS.items() if not entry.front_only]
     cells = {name: cells[name] for name in ready}
-    core = [method for method in CORE if method in methods_of(cells)]
     old, new = ([n for n in ready if PROBLEMS[n].held_out is part] for part in (False, True))
     tables = {
         "By method": summary(cells),
-        "Held-out problems": differences(cells, core, new),
-        "Development problems": differences(cells, core, old),
-        "When all stop earlier": stopped_earlier(cells, core),
-        "The worst part": worst_parts(cells, core),
+        "Held-out problems": differences(cells, CORE, new),
+        "Development problems": differences(cells, CORE, old),
+        "When all stop earlier": stopped_earlier(cells, CORE),
+        "The worst part": worst_parts(cells, CORE),
         "At equal budget": at_equal_budget(cells),
         "Ranks": ranks(cells),
     }
@@ -273,10 +266,11 @@ def made(cells: Cells) -> str:
 
 
 def write_page(cells: Cells | None = None) -> None:
-    """Write tables between the marks, the pictures of the report, and the chart of `docs/evidence.md`."""
+    """Write tables between the marks, the picture of the report, and the chart of `docs/evidence.md`."""
     cells = load_all() if cells is None else cells
+    if missing := [f"{p}/{m}" for p, m in queue() if m not in cells.get(p, {})]:
+        raise SystemExit(f"The page needs all cells; {len(missing)} are missing: {', '.join(missing)}.")
     write_between(PAGE, "<!-- begin: made by tests/evidence -->", "<!-- end -->", made(cells))
-    draw(cells, PAGE.parent)
     draw_fronts(cells, PAGE.parent)
     per_problem = {spelled(m): [100 * d.mean for d in against_all(cells, m).values()] for m in CHART}
     draw_summary(per_problem, DOCS / "evidence.svg")

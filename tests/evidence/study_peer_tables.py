@@ -8,6 +8,7 @@ from pages import table
 from problems import PROBLEMS
 from study_format import Cells, counted, points, signed, spelled
 from study_peers import ALL, NAMES, OURS, PREFIX, STANDARDISED
+from study_queue import PEERS
 from study_statistics import difference, holm, scores, signed_rank
 
 AS_THEY_COME = (
@@ -28,42 +29,35 @@ def beside_the_peer(cells: Cells) -> list[str]:
     return ["### Exact rules beside the peer's", *as_they_come, ON_STANDARDISED, *ours_less_theirs(cells, STANDARDISED)]
 
 
-def trained(cells: Cells, rules: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The problems, and those of these rules, of which the cells of both are stored somewhere."""
-    pairs = [(name, r) for name in cells for r in rules if {OURS[r], PREFIX + r} <= cells[name].keys()]
-    return [*dict.fromkeys(name for name, _ in pairs)], [rule for rule in rules if any(of == rule for _, of in pairs)]
-
-
 def ours_less_theirs(cells: Cells, rules: Iterable[str]) -> list[str]:
     """A row a problem and a column a rule; then means, counts and tests over problems."""
-    names, rules = trained(cells, rules)
     found = {
-        (name, rule): difference(*(scores(cells[name][m]) for m in (OURS[rule], PREFIX + rule)), PROBLEMS[name].shared)
-        for name in names
+        rule: [
+            difference(*(scores(cells[name][m]) for m in (OURS[rule], PREFIX + rule)), PROBLEMS[name].shared)
+            for name in PEERS
+        ]
         for rule in rules
-        if {OURS[rule], PREFIX + rule} <= cells[name].keys()
     }
-    rows = [[name, *(points(found.get((name, rule))) for rule in rules)] for name in names]
-    own = [[d for (_, of), d in found.items() if of == rule] for rule in rules]
-    chances = holm([signed_rank(torch.tensor([d.mean for d in column])) for column in own])
-    rows.append(["mean", *(signed(mean(d.mean for d in column)) for column in own)])
-    rows.append(["better / none seen / worse", *map(counted, own)])
+    columns = found.values()
+    rows = [[name, *map(points, row)] for name, row in zip(PEERS, zip(*columns, strict=True), strict=True)]
+    chances = holm([signed_rank(torch.tensor([d.mean for d in column])) for column in columns])
+    rows.append(["mean", *(signed(mean(d.mean for d in column)) for column in columns)])
+    rows.append(["better / none seen / worse", *map(counted, columns)])
     rows.append(["p", *(f"{p:.3f}" for p in chances)])
-    few, many = (f"{share * len(found):.0f}" for share in (0.05, 0.11))
-    chance = f"Of {len(found)} intervals some {few} to {many} would leave out 0 by chance."
-    return [table(["", *(f"{spelled(OURS[r])} over `{ALL[r]}`" for r in rules)], rows), chance]
+    count = len(PEERS) * len(found)
+    few, many = (f"{share * count:.0f}" for share in (0.05, 0.11))
+    chance = f"Of {count} intervals some {few} to {many} would leave out 0 by chance."
+    return [table(["", *(f"{spelled(OURS[r])} over `{ALL[r]}`" for r in found)], rows), chance]
 
 
 def how_far_apart(cells: Cells, rules: Iterable[str]) -> list[str]:
     """A row a problem, a column a rule of the peer: the mean distance of directions over draws, and the largest."""
-    names, rules = trained(cells, rules)
     rows, errors = [], 0
-    for name in names:
-        row = [name, f"{median(cells[name]['advice']['imbalance']):.1g}" if "advice" in cells[name] else "-"]
-        for found in (cells[name].get(PREFIX + rule) for rule in rules):
-            errors += sum(found["errors"].values()) if found else 0
-            apart = found and found["apart"]
-            row.append(f"{mean(apart['mean']):.1g} ({max(apart['largest']):.1g})" if apart else "-")
+    for name in PEERS:
+        row = [name, f"{median(cells[name]['advice']['imbalance']):.1g}"]
+        for found in (cells[name][PREFIX + rule] for rule in rules):
+            errors += sum(found["errors"].values())
+            row.append(f"{mean(found['apart']['mean']):.1g} ({max(found['apart']['largest']):.1g})")
         rows.append(row)
     return [
         "How far apart the two directions are, each made as long as 1, at the same gradients, on the way of the peer's "

@@ -1,8 +1,9 @@
-"""The cells of the study in the order in which they are trained: the most telling first, so that a part is of use."""
+"""The cells of the study, and how each is trained."""
 
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,39 +47,32 @@ def window(problem: Problem, data: Data, source: torch.Generator, length: int) -
     return torch.stack(found)
 
 
-# Small ones first, development and held-out mixed; others, and those whose steps take long, come later.
-FIRST = ("tumours", "computers", "unbalanced", "loans", "diabetes", "diamonds", "units", "households", "fairness")
-LARGE = ("graphs", "convolutions", "characters")  # the first two stages only
-SLOW = ("twenty", "noisy_labels", "burgers", "helmholtz", "heat", *LARGE)
-STAGES = (
-    ("mean", "standardised", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search", "advice"),
-    ("uw_standardised", "aligned_mtl", "imtl_g", "geometric_mean", "famo"),
-    ("tpe", "grid"),
+PEERS = ("units", "diabetes", "tumours", "unbalanced", "fairness", "diamonds", "computers", "households", "loans")
+LARGE = ("graphs", "convolutions", "characters")
+OF_LARGE = (
+    "mean standardised start unit_sum nash_mtl config upgrad random_search advice uw_standardised aligned_mtl imtl_g "
+    "geometric_mean famo"
 )
 PACKAGES = {"tpe": "optuna"} | {PREFIX + rule: "torchjd" for rule in ALL}  # that methods need
 
 
-def names_for(m: int, exchangeable: bool) -> list[str]:
-    """All methods of a problem."""
-    searches = () if exchangeable else SEARCHES
-    return [*methods_for(m, exchangeable), *searches, "advice"]
+def names_for(problem: str) -> list[str]:
+    """All methods of a problem, but those of the peer and those that make fronts."""
+    entry = PROBLEMS[problem]
+    if problem in LARGE:
+        return OF_LARGE.split()
+    searches = () if entry.exchangeable else SEARCHES
+    return [*methods_for(entry.m, entry.exchangeable), *searches, "advice"]
 
 
 def queue() -> Iterator[tuple[str, str]]:
-    """Problem and method of every cell, stage by stage; what no stage names; the peer's rules, by rule; fronts."""
-    studied = {name: entry for name, entry in PROBLEMS.items() if not entry.front_only}
-    names = {name: names_for(entry.m, entry.exchangeable) for name, entry in studied.items()}
-    middle = [name for name in studied if name not in FIRST + SLOW]
-    order = [name for name in (*FIRST, *middle, *SLOW) if name in studied]
-    staged = {method for stage in STAGES for method in stage}
-    for stage in (*STAGES, None):
-        for name in order:
-            if name in LARGE and stage not in STAGES[:2]:
-                continue
-            wanted = [x for x in names[name] if x not in staged] if stage is None else stage
-            yield from ((name, method) for method in wanted if method in names[name])
-    yield from ((name, PREFIX + rule) for rule in ALL for name in FIRST)
-    yield from ((name, FRONT + family) for family in FAMILIES for name in ON)
+    """Problem and method of every cell."""
+    for name, entry in PROBLEMS.items():
+        names = [] if entry.front_only else names_for(name)
+        names += [PREFIX + rule for rule in ALL if name in PEERS] + [
+            FRONT + family for family in FAMILIES if name in ON
+        ]
+        yield from ((name, method) for method in names)
 
 
 def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
@@ -99,27 +93,20 @@ def lacks_package(method: str) -> bool:
     return method in PACKAGES and find_spec(PACKAGES[method]) is None
 
 
-def run(only: list[str], seconds: float = float("inf"), methods: Sequence[str] = ()) -> None:
-    """Train what is not stored yet, of these problems and methods or all, until so many seconds are over."""
-    begin, kept_problem = time.perf_counter(), ("", None, None)
+def run(only: list[str], methods: Sequence[str] = ()) -> None:
+    """Train what is not stored yet, of these problems and methods or all."""
+    begin = time.perf_counter()
     wanted = [(p, m) for p, m in queue() if (not only or p in only) and (not methods or m in methods)]
-    todo = [(p, m) for p, m in wanted if not path_of(p, m).exists()]
-    for i, (name, method) in enumerate(todo):
-        if time.perf_counter() - begin > seconds:
-            print(f"stopped: {len(todo) - i} cells are left", flush=True)
-            return
-        if path_of(name, method).exists():
-            continue  # another process has trained it meanwhile
-        if lacks_package(method):
-            continue
-        if kept_problem[0] != name:
-            problem = PROBLEMS[name].build()
-            kept_problem = name, problem, draws_of(problem, problem.draws)
-        _, problem, draws = kept_problem
-        cell = cell_of(problem, method, draws, problem.steps)
-        store(cell, path_of(name, method))
-        took = time.perf_counter() - begin
-        print(f"{i + 1} of {len(todo)}  {name:14} {method:26} {said(cell)}  {took:6.0f} s", flush=True)
+    todo = [(p, m) for p, m in wanted if not path_of(p, m).exists() and not lacks_package(m)]
+    for name, own in groupby(todo, key=lambda cell: cell[0]):
+        problem = PROBLEMS[name].build()
+        draws = draws_of(problem, problem.draws)
+        for _, method in own:
+            if path_of(name, method).exists():
+                continue  # another process has trained it meanwhile
+            cell = cell_of(problem, method, draws, problem.steps)
+            store(cell, path_of(name, method))
+            print(f"{name:14} {method:26} {said(cell)}  {time.perf_counter() - begin:6.0f} s", flush=True)
 
 
 def said(cell: Cell) -> str:

@@ -29,12 +29,8 @@ WITHOUT_PACKAGES = [name for name, entry in PROBLEMS.items() if not entry.held_o
 
 def test_a_tiny_problem_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(study_queue, "PROBLEMS", {"tiny": Entry(tiny, 2)})
-    monkeypatch.setattr(study_queue, "FIRST", ("tiny",))
-    monkeypatch.setattr(study_queue, "STAGES", (("mean", "random_search", "advice"),))
-    monkeypatch.setattr(study_queue, "ALL", {})  # of the peer's rules
-    monkeypatch.setattr(study_queue, "ON", ())  # of fronts
     monkeypatch.setattr(study_queue, "path_of", lambda p, m: path_of(p, m, tmp_path))
-    monkeypatch.setattr(study_queue, "names_for", lambda m, _: ["mean", "random_search", "advice"])
+    monkeypatch.setattr(study_queue, "names_for", lambda _: ["mean", "random_search", "advice"])
     study_queue.run([])
     found = load_all(tmp_path)["tiny"]
     assert found.keys() == {"mean", "random_search", "advice"}
@@ -261,14 +257,13 @@ def test_a_cell_that_is_stored_is_not_trained_again(little, tmp_path, monkeypatc
     monkeypatch.setattr(study_optimizers, "cell_of", None)
     assert run(path) == cells
     assert against(cells, "tiny", "SGD", "config", "steps") is not None
-    assert against({}, "tiny", "SGD", "config", "steps") is None
+    assert against(cells, "tiny", "SGD", "alternating", "steps") is None  # no such cell
     report = tmp_path / "REPORT.md"
     report.write_text("\n".join(["# Title", *study_optimizers.MARKS, "## Next"]))
     for _ in range(2):  # the second time in the place of the first
         study_optimizers.write_page(cells, report)
     assert report.read_text().count("spread of rules") == 1
     assert report.read_text().endswith("\n## Next")
-    assert (tmp_path / "evidence_optimizers.svg").exists()
     with pytest.raises(SystemExit, match=r"expected REPORT.md with the marks"):
         study_optimizers.write_between(report, "<!-- other -->", "<!-- end -->", "")
 
