@@ -31,8 +31,8 @@ test-cpus: $(VENV)/.test  ## the numerical tests, not compiled, as on CPUs with 
 			-k "not compile and not inductor and not transform and not derivative"; \
 	done
 
-test-models: $(VENV)/.models  ## models of transformers, peft and timm, and many families, beside an ordinary loop
-	@$(BIN)/python -m pytest -n 2 -q tests/models
+test-models: $(VENV)/.models  ## models of transformers, peft and timm, and many families, beside an ordinary loop; safetensors
+	@$(BIN)/python -m pytest -n 2 -q tests/models tests/training/test_checkpoint.py
 
 bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json
 	@$(BIN)/python tests/benchmarks --json bench.json

@@ -12,13 +12,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
 from device_steps import CASES, FORMS, RULES, Count, ours, peers, plain
-from page import command, line, several, table
+from page import command, line, table
 
 LAUNCHES = ("plain", "TorchJD", "ours", "to plain", "to TorchJD")
 HEAD = ("", "rule", *LAUNCHES, "waits: TorchJD", "ours", "copies: TorchJD", "ours", "peak, kB: TorchJD", "ours")
 
 
-def _lines(options: Any) -> Iterator[str]:
+def _lines(_: Any) -> Iterator[str]:
     """One table for each form of scaling."""
     torch.set_num_threads(1)
     for form in FORMS:
@@ -26,10 +26,8 @@ def _lines(options: Any) -> Iterator[str]:
             yield ""
         yield from table((form, *HEAD[1:]), []).splitlines()
         for case in CASES:
-            if case[0] not in options.models:
-                continue
             ordinary = plain(case, form)
-            for rule in options.rules:
+            for rule in RULES:
                 cells = _cells(ordinary, peers(case, rule, form), ours(case, rule, form))
                 yield line((f"{case[0]}, {case[1]} tasks", f"`{rule}`", *cells))
 
@@ -43,5 +41,4 @@ def _cells(ordinary: Count | None, peer: Count | None, own: Count) -> list[str]:
 
 
 if __name__ == "__main__":
-    models = several(dict.fromkeys(name for name, _ in CASES))
-    command(__file__, __doc__, {"launches": _lines}, rules=several(RULES), models=models)
+    command(__file__, __doc__, {"launches": _lines})

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from page import command, line, several, table
+from page import command, line, table
 from sklearn.datasets import load_diabetes, load_digits
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
@@ -302,13 +302,12 @@ def _in_turns(
     return own, peer
 
 
-def times_lines(name: str, methods: Sequence[str]) -> Iterator[str]:
+def times_lines(name: str) -> Iterator[str]:
     """What a step takes on one problem, in milliseconds of the CPU."""
     yield from table(TIMES, []).splitlines()
     problem = PROBLEMS[name]()
     given = setting(problem)
-    for label in methods:
-        method = METHODS[label]
+    for label, method in METHODS.items():
         sides = [partial(ours, compile=way) for way in WAYS.values()] + [theirs] * has_peer()
         found = [[side(problem, method, *given, 0.1) for side in sides] for _ in range(ROUNDS)]
         ms = [min(milliseconds([outcome]) for outcome in outcomes) for outcomes in zip(*found, strict=True)]
@@ -320,7 +319,7 @@ def times_lines(name: str, methods: Sequence[str]) -> Iterator[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tables = {
-        "fronts": lambda given: worth_lines(given.problems, given.methods),
-        "times of fronts": lambda given: times_lines("VLMOP2", given.methods),
+        "fronts": lambda _: worth_lines([*PROBLEMS], [*METHODS]),
+        "times of fronts": lambda _: times_lines("VLMOP2"),
     }
-    command(__file__, __doc__, tables, problems=several(PROBLEMS), methods=several(METHODS))
+    command(__file__, __doc__, tables)

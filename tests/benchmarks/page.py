@@ -128,11 +128,6 @@ def command(file: str, doc: str | None, tables: dict[str, Callable[[Any], Iterab
                 put(given.page, name, "\n".join(found), Path(file).name)
 
 
-def several(names: Iterable[str]) -> dict[str, Any]:
-    """The arguments of an option that takes some of these names, all of them by default."""
-    return {"nargs": "+", "choices": tuple(names), "default": tuple(names)}
-
-
 Cells = Callable[[Row, Row | None, Callable[[str], Row | None]], Sequence[str]]
 """The cells of a case from its eager and its compiled row, and what finds its row in half precision."""
 

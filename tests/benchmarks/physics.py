@@ -1,4 +1,4 @@
-"""`python tests/benchmarks/physics.py [SECONDS [EQUATION ...]] [--json FILE] [--root .]`: networks solve equations.
+"""`python tests/benchmarks/physics.py [SECONDS] [--root .]`: networks solve equations.
 
 The error that is reached in so many seconds of CPU time, 5 by default, one thread, for three seeds, by each method of
 `physics_methods.py`. All minimize the same sum of mean squares at the same points. An error is the relative L2
@@ -7,7 +7,6 @@ moment of each run; the error at test points is shown.
 """
 
 import argparse
-import json
 import os
 import statistics
 import warnings
@@ -139,36 +138,19 @@ def _shown(method: str) -> str:
     return f"`{method}`" if method.islower() else method
 
 
-def read(path: Path | None, seconds: float) -> dict[str, dict[str, Found]]:
-    """What an earlier run with as many seconds has found."""
-    if path is None or not path.exists():
-        return {}
-    facts = json.loads(path.read_text())
-    if facts["seconds"] != seconds:
-        raise SystemExit(f"{path} is of runs of {facts['seconds']:g} s: move it away")
-    return {name: {method: Found(*each) for method, each in of.items()} for name, of in facts["found"].items()}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print every equation's rows as they come; at the end write the tables, if there are pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seconds", nargs="?", type=float, default=5.0)
-    parser.add_argument("equations", nargs="*", help="by name; by default all")
-    parser.add_argument("--json", type=Path, help="where to keep what is found; equations that it holds are not run")
     parser.add_argument("--root", type=Path, help="write the tables into the pages of this clone")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     print(f"relative L2 errors after {options.seconds:g} s of CPU time, three seeds, their geometric mean", flush=True)
-    found = read(options.json, options.seconds)
+    found = {}
     for equation in EQUATIONS:
-        if equation.name not in found and (not options.equations or equation.name in options.equations):
-            found[equation.name] = race(equation, options.seconds)
-            if options.json:
-                facts = {"seconds": options.seconds, "torch": torch.__version__, "found": found}
-                options.json.write_text(json.dumps(facts, indent=1))
-        if equation.name in found:
-            print("\n".join("  ".join(row) for row in rows(equation.name, found[equation.name])), flush=True)
+        found[equation.name] = race(equation, options.seconds)
+        print("\n".join("  ".join(row) for row in rows(equation.name, found[equation.name])), flush=True)
     print(missed(found))
     if options.root:
         pages = ("tests/benchmarks/REPORT.md", "equations", table), ("docs/guides/physics.md", "errors", means)

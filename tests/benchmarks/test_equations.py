@@ -10,7 +10,7 @@ import torch
 from bounds import check_within, eps
 from equations import ALLEN_CAHN, BURGERS, EQUATIONS, HELMHOLTZ, by_autograd, by_func
 from page import BEGIN, END
-from physics import OURS, Found, best_setting, least_error, main, read
+from physics import OURS, Found, best_setting, least_error, main
 from physics_methods import ENGD_RATES, OUR_RATES, contenders, residuals
 
 import functional_jd as jd
@@ -133,19 +133,13 @@ def test_the_first_seed_chooses_the_setting_and_every_seed_is_shown():
     assert found == Found("middle", False, [0.4, 0.6])
 
 
-def test_what_was_found_is_not_run_again(tmp_path, monkeypatch):
-    asked, kept = [], tmp_path / "physics.json"
+def test_both_pages_get_their_tables(tmp_path, monkeypatch):
     found = {"Adam": Found("rate 0.01", True, [0.4]), OURS: Found("damping 0.001", False, [0.001])}
-    monkeypatch.setattr("physics.race", lambda equation, seconds: asked.append(equation.name) or found)
+    monkeypatch.setattr("physics.race", lambda equation, seconds: found)
     pages = tmp_path / "tests" / "benchmarks" / "REPORT.md", tmp_path / "docs" / "guides" / "physics.md"
     for page, name in zip(pages, ("equations", "errors"), strict=True):
         page.parent.mkdir(parents=True)
         page.write_text(f"before\n{BEGIN.format(name).replace('page.py', 'physics.py')}\n{END.format(name)}\nafter\n")
-    main(["6", "Burgers", "--json", str(kept)])
-    main(["6", "--json", str(kept), "--root", str(tmp_path)])
-    assert asked == ["Burgers", "Helmholtz", "Poisson 5-d", "Allen-Cahn"]
-    assert read(kept, 6.0)["Burgers"] == found
+    main(["6", "--root", str(tmp_path)])
     assert "rate 0.01 (the end of its grid)" in pages[0].read_text()
     assert "Reached: 1/200 on Helmholtz (1/400)" in pages[1].read_text()
-    with pytest.raises(SystemExit, match="move it away"):
-        main(["7", "--json", str(kept)])

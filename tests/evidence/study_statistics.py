@@ -54,8 +54,8 @@ def students_t(ours: Tensor, theirs: Tensor, shared: bool) -> Difference:
 
     found = ours - theirs
     n, mean = len(found), float(found.mean())
-    half = float(t.ppf(0.975, n - 1)) * float(found.std()) * (1 / n + (1 / 3 if shared else 0)) ** 0.5
-    return Difference(mean, mean - half, mean + half)
+    deviation = float(found.std()) * (1 / n + (1 / 3 if shared else 0)) ** 0.5
+    return Difference(mean, *t.interval(0.95, n - 1, mean, deviation))
 
 
 def spent(cell: Cell) -> tuple[float, float]:
@@ -96,8 +96,7 @@ def mean_ranks(table: Tensor) -> Tensor:
     """Of scores `[problems, methods]`, the mean rank of each method; 1 is best, ties share."""
     from scipy.stats import rankdata
 
-    ranks = [torch.from_numpy(rankdata(-row.numpy())) for row in table]
-    return torch.stack(ranks).mean(0)
+    return torch.from_numpy(rankdata(-table.numpy(), axis=1)).mean(0)
 
 
 def friedman(table: Tensor) -> float:
@@ -118,8 +117,8 @@ def critical_difference(methods: int, problems: int, level: float = 0.05) -> flo
 def signed_ranks(table: Tensor, reference: int) -> list[float]:
     """The chance, by Wilcoxon's test over problems, of each method against one of them; corrected after Holm."""
     others = [i for i in range(table.shape[1]) if i != reference]
-    corrected = holm([signed_rank(table[:, i] - table[:, reference]) for i in others])
-    return [corrected[others.index(i)] if i in others else 1.0 for i in range(table.shape[1])]
+    corrected = dict(zip(others, holm([signed_rank(table[:, i] - table[:, reference]) for i in others]), strict=True))
+    return [corrected.get(i, 1.0) for i in range(table.shape[1])]
 
 
 def signed_rank(found: Tensor) -> float:
@@ -131,11 +130,9 @@ def signed_rank(found: Tensor) -> float:
 
 def holm(chances: list[float]) -> list[float]:
     """Chances of several tests, corrected so that one of them being below 0.05 by luck has a chance of 0.05."""
-    corrected, worst = dict[int, float](), 0.0
-    for k, i in enumerate(sorted(range(len(chances)), key=lambda i: chances[i])):
-        worst = max(worst, min(1.0, chances[i] * (len(chances) - k)))
-        corrected[i] = worst
-    return [corrected[i] for i in range(len(chances))]
+    ordered, order = torch.tensor(chances, dtype=torch.float64).sort()
+    corrected = (ordered * torch.arange(len(chances), 0, -1)).clamp(max=1).cummax(0).values
+    return corrected[order.argsort()].tolist()
 
 
 def complete(cells: dict[str, dict[str, Cell]], methods: list[str]) -> list[str]:
