@@ -1,7 +1,5 @@
 """Modules that reach their tensors in many ways, for tests of what makes functions of them."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,23 +20,6 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.out(torch.tanh(self.embed(x.long().abs() % 5))).sum(-1) * self.scale * self.again.scale
-
-
-class Listed(nn.Module):
-    """Keeps submodules and methods in attributes of its own, besides registering them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
-        self.parts = [self.first]
-        self.act = self.squash
-        self.late = partial(self.squash, gain=2.0)
-
-    def squash(self, x, gain=1.0):
-        return torch.tanh(x @ self.weight * gain)
-
-    def forward(self, x):
-        return self.late(self.act(self.parts[0](x)) @ self.weight)
 
 
 class Counting(nn.Module):
@@ -71,14 +52,12 @@ class Checkpointed(nn.Module):
 MODULES = {
     "linear": lambda: nn.Linear(4, 3),
     "tied": Tied,
-    "listed": Listed,
     "counting": Counting,
     "checkpointed": Checkpointed,
     "lstm": lambda: nn.LSTM(4, 3, num_layers=2, bidirectional=True),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
-    "containers": lambda: nn.ModuleDict({"a": nn.ModuleList([nn.Linear(4, 4)])})["a"][0],
 }
 
 

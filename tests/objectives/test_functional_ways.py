@@ -1,7 +1,6 @@
 """However a module reaches its layers, `functional` computes with the tensors that it is given, or it refuses."""
 
 import gc
-import importlib
 import weakref
 
 import pytest
@@ -38,16 +37,6 @@ class Plain:
         self.layer = layer
 
 
-def reaches(make):
-    """The way is an attribute of the module, made of it."""
-
-    class Reaches(Base):
-        def prepare(self):
-            self.way = make(self)
-
-    return Reaches
-
-
 class CompiledPart(Base):
     def prepare(self):
         self.first.compile(backend="eager")
@@ -56,19 +45,6 @@ class CompiledPart(Base):
 class Scripted(Base):
     def prepare(self):
         self.first = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-
-
-class SharedList(Base):
-    """A hook fills a list that the module reads."""
-
-    def prepare(self):
-        self.seen = seen = []
-        self.first.register_forward_hook(lambda module, args, output: seen.append(output))
-
-    def way(self, x):
-        self.seen.clear()
-        self.first(x)
-        return sum(self.seen) * len(self.seen)
 
 
 class Norms(Base):
@@ -90,11 +66,6 @@ class TiedNorm(nn.Module):
         return self.out(self.embed(x.long().abs() % 5)).sum(-1)
 
 
-class Recursive(Base):
-    def forward(self, x, depth=2):
-        return self(torch.tanh(self.first(x)), depth - 1) if depth else self.last(x)
-
-
 class Nested(Base):
     """Calls its first layer with parameters that a step of its own has moved."""
 
@@ -104,40 +75,14 @@ class Nested(Base):
         return apply({name: p - 0.5 * slopes[name] for name, p in params.items()}, {}, x)[0]
 
 
-def sequential():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-
 def exported():
     return torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), (X,)).module()
 
 
-def quantized():
-    quantize = importlib.import_module("torch.ao.quantization.quantize_fx")
-    config = torch.ao.quantization.get_default_qat_qconfig_mapping("fbgemm")
-    net = quantize.prepare_qat_fx(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).train(), config, (X,))
-    net(X)  # its observers grow
-    return net
-
-
-WAYS = (
-    MODULES
-    | {cls.__name__: cls for cls in Base.__subclasses__()}
-    | {
-        "Lambda": reaches(lambda module: lambda x: module.first(x)),
-        "Batched": reaches(lambda module: torch.func.vmap(module.first)),
-        "CompiledFunction": reaches(lambda module: torch.compile(module.first, backend="eager")),
-        "Replicated": reaches(lambda module: nn.DataParallel(module.first)),
-        "TiedNorm": TiedNorm,
-        "Graph": lambda: torch.fx.symbolic_trace(sequential()),
-        "Exported": exported,
-        "Quantized": quantized,
-    }
-)
+WAYS = MODULES | {cls.__name__: cls for cls in Base.__subclasses__()} | {"TiedNorm": TiedNorm, "Exported": exported}
 # torch.jit and the old forms of norms have no rules for vmap, or torch.compile none for them.
-NO_VMAP = {"Scripted", "Quantized", "Norms", "Graph", "TiedNorm"}
-NO_VMAP |= {"attention", "lstm", "spectral_norm", "weight_norm"}
-NO_COMPILE = {"Scripted", "Quantized", "CompiledFunction", "Nested", "lstm"}
+NO_VMAP = {"Scripted", "Norms", "TiedNorm", "attention", "lstm", "spectral_norm", "weight_norm"}
+NO_COMPILE = {"Scripted", "Nested", "lstm"}
 
 
 def held(module):
@@ -172,7 +117,7 @@ def moved(module):
     return params, {name: b.clone() for name, b in module.named_buffers()}
 
 
-@pytest.mark.filterwarnings("ignore:.*(deprecated|quant_min|has been removed)")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("name", WAYS)
 def test_it_computes_with_what_it_is_given_and_leaves_the_module(name):
     module = made(WAYS[name])
