@@ -9,12 +9,7 @@ from bounds import check_within, eps
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, by_example, plain, tasks
 
-from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.engines import Plan
-from functional_jd.engines.evaluate import is_differentiable
-from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives import PerExample
-from functional_jd.precision.loss_scale import multiplier
 
 KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
 
@@ -62,21 +57,6 @@ def rows_of(losses, params, *args):
 @cache
 def case_of(name, kind):
     return KINDS[kind](MODELS[name]())
-
-
-def scaled_rows(losses, scale, mode="auto", chunk_size=None):
-    """The rows times the scale at which their backward passes run, without flags; and the losses."""
-
-    def rows_and_losses(*args):
-        factor = multiplier(scale)
-        differentiable = is_differentiable((args, factor))
-        plan = Plan(False, factor, differentiable, mode, chunk_size)
-        jacobian, values, _ = kind_of(losses).jacobian(losses, args, plan)
-        rows, heads = split_heads(jacobian)
-        scaled = lambda row: row * (factor.reshape(-1, *[1] * (row.ndim - 1)) if factor.ndim else factor)
-        return with_heads(_pytree.tree_map(scaled, rows), heads), values
-
-    return rows_and_losses
 
 
 def same(found, expected, **tolerance):

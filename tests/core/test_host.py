@@ -1,7 +1,5 @@
 """What goes to the host and comes back: one copy each way, the same numbers, where they stood; and every rule there."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from rule_table import RULES, rule_of
@@ -9,19 +7,13 @@ from simulated import simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as jd
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, apply_rule, where_it_runs
+from functional_jd.aggregation.aggregate import aggregate, apply_rule, where_it_runs
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.host import is_capturing, run_on_host
 
 # Of the rules that are built for a number of rows.
 ROWS = dict.fromkeys(("constant", "constrained", "cosmos", "epo", "pbi"), 3)
 KINDS = (torch.bool, torch.float64, torch.int32, torch.float16, torch.uint8, torch.int64, torch.complex128)
-
-
-class State(NamedTuple):
-    flags: torch.Tensor
-    count: torch.Tensor
-    halves: torch.Tensor
 
 
 def ill_conditioned(m, condition=1e7):
@@ -74,15 +66,6 @@ def test_what_comes_back_as_it_went_is_what_was_given():
         one, other = run_on_host(lambda x: (x + 1,) * 2, x)
         assert one is other
         assert device.bytes_from_host == 12 + 8
-
-
-def test_results_have_memory_of_their_own_on_request():
-    with simulated() as device:
-        x = device.put(torch.ones(2))
-        shared, apart = (run_on_host(lambda x: (x + 1, x > 1), x, apart=apart) for apart in (False, True))
-        pointers = lambda found: {y.untyped_storage().data_ptr() for y in found}
-        assert (len(pointers(shared)), len(pointers(apart))) == (1, 2)
-        assert equal(device.get(apart), device.get(shared))
 
 
 def test_what_stands_on_the_host_is_left_there():
@@ -217,15 +200,3 @@ def test_without_float64_weights_are_those_of_the_host(name):
             assert torch.equal(x, y.to(x.dtype))
         else:
             torch.testing.assert_close(x, y.to(x.dtype))
-
-
-def test_a_state_that_is_updated_on_the_host_keeps_its_structure():
-    def update(G, state):
-        return G.sum(1), State(~state.flags, state.count + 1, state.halves / 2)
-
-    start = State(torch.tensor([True]), torch.tensor(3), torch.ones(3, dtype=torch.float16))
-    rule = Aggregator(jd.views.gramian, lambda _: start, update, on_host=True)
-    with simulated() as device:
-        state = device.get(aggregate(rule, device.put(torch.eye(3)), device.put(start)).state)
-    assert isinstance(state, State)
-    assert equal(state, State(~start.flags, start.count + 1, start.halves / 2))

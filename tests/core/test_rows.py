@@ -39,16 +39,6 @@ def test_wide_is_at_least_float32_and_keeps_the_values(dtype):
     assert torch.func.grad(lambda x: at_least_float32(x).sum())(x).dtype == dtype
 
 
-def test_composes_with_every_transform():
-    leaf, numbers = torch.arange(24.0).reshape(2, 3, 2, 2).half(), torch.ones(2, 3)
-    f = lambda leaf, numbers: as_matrix(at_least_float32(leaf) * per_row(numbers, leaf))
-    expected = leaf.flatten(2).float()
-    assert torch.equal(torch.vmap(f)(leaf, numbers), expected)
-    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    assert torch.equal(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(leaf, numbers), expected)
-    assert torch.equal(torch.func.jvp(lambda x: f(x, numbers[0]), (leaf[0],), (leaf[1],))[1], expected[1])
-
-
 @given(st.integers(1, 4), st.integers(0, 5), st.sampled_from([1, 3, 1 << 18]), st.sampled_from([1, 2, 128]))
 def test_products_are_those_of_float64_however_they_are_cut(m, n, cached, halving):
     left, right = (((torch.arange(m * n).reshape(m, n) * k) % 7 - 3).to(torch.float32) for k in (3, 5))
