@@ -19,7 +19,7 @@ def integer_jacobians(rows=(1, 6), columns=(1, 6), most=4):
 
 
 def random_rows(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def rows_of_condition(m, condition, seed=0, n=None):

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -50,19 +49,6 @@ def test_every_step_is_the_best_of_a_loop_over_the_rates(inner):
         torch.testing.assert_close(state.params["x"], tried[best]["x"], rtol=0, atol=float(8 * eps() * size))
         params = state.params
         torch.testing.assert_close(state.optimizer.inner, memory)
-
-
-def test_newton_with_a_search_solves_rosenbrock_where_full_steps_climb():
-    how = method([2.0**-i for i in range(12)])
-    state, values = fj.train_state(START, **how), []
-    for _ in range(20):
-        state, info = fj.step(state, **how)
-        values.append(float(half_squares(info.losses)))
-    assert all(after <= before for before, after in pairwise(values))
-    torch.testing.assert_close(state.params["x"], torch.ones(2, dtype=torch.float64))
-    plain = {**how, "optimizer": fj.sgd(1.0)}
-    full, first = fj.step(fj.train_state(START, **plain), **plain)
-    assert half_squares(rosenbrock(full.params)) > half_squares(first.losses)
 
 
 @pytest.mark.parametrize(("rates", "to", "best"), [([4.0, 0.25, 0.125], 1.25, 0.25), ([4.0, 2.0], 1, 0)])

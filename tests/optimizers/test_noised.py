@@ -75,18 +75,13 @@ def test_parameters_keep_their_dtype_and_the_noise_has_at_least_32_bits(dtype):
     assert moved["w"].dtype == dtype
 
 
-def problem(scale=None, lr=0.5):
+def test_a_skipped_step_keeps_the_key_and_a_checkpoint_goes_on_with_the_same_noise():
     losses = fj.per_example(lambda p, x, y: (torch.tanh(x @ p["w"]) - y).square().sum())
     numbers = torch.Generator().manual_seed(0)
-    batch = [torch.randn(6, n, generator=numbers, dtype=torch.float64) for n in (4, 3)]
-    optimizer = noised(fj.adamw(lr), key(3), 0.5, 1.0, 6)
+    x, y = (torch.randn(6, n, generator=numbers, dtype=torch.float64) for n in (4, 3))
+    optimizer = noised(fj.adamw(0.5), key(3), 0.5, 1.0, 6)
     how = {"losses": losses, "aggregator": fj.clipped(1.0), "optimizer": optimizer}
-    state = fj.train_state({"w": torch.zeros(4, 3, dtype=torch.float64)}, *batch, scale=scale, **how)
-    return state, batch, how
-
-
-def test_a_skipped_step_keeps_the_key_and_a_checkpoint_goes_on_with_the_same_noise():
-    state, (x, y), how = problem(fj.scale_state())
+    state = fj.train_state({"w": torch.zeros(4, 3, dtype=torch.float64)}, x, y, scale=fj.scale_state(), **how)
     skipped, info = fj.step(state, x * torch.inf, y, **how)
     assert not info.moved
     assert torch.equal(skipped.optimizer.key, state.optimizer.key)
