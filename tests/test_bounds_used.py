@@ -13,10 +13,9 @@ SEARCHES = {"pinv", "root", "brentq", "minimize"}
 LEFT = {
     "core": (1, "three digits are printed"),
     "exact": (2, "the distance of rows that are built"),
-    "fronts": (3, "how far steps of a given size lead"),
-    "random": (2, "shares of bits, five deviations wide"),
-    "reports": (2, "how far training has come"),
-    "evidence": (11, "tables are printed with few digits, and trainings of other orders of sums compared"),
+    "fronts": (2, "how far steps of a given size lead"),
+    "random": (1, "shares of bits, five deviations wide"),
+    "evidence": (10, "tables are printed with few digits, and trainings of other orders of sums compared"),
     "benchmarks": (2, "other methods end within their own tolerance"),
     ".": (2, "how far training has come"),
 }
