@@ -7,8 +7,8 @@ import torch
 from bounds import check_within, eps
 from exact.cones import complementary, fair_weights, least_norm_weights, of_greatest_least_gain, on_dual_cone
 from exact.decimals import decimals, floats, length, lengths, precisely, unit_rows
-from exact.rows import SOME, degenerate, preferences, resolution
-from hypothesis import given
+from exact.rows import SOME, degenerate, gaussian, preferences, resolution
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_jd import aggregate, cagrad, dualproj, fairgrad, mgda, nash_mtl, pcd, upgrad
@@ -111,6 +111,7 @@ def compatible(N, shares, weights):
     st.sampled_from([0.0, 1e-3, 0.02, 0.3, 1.0]),
     st.sampled_from([0.0, 0.9, 0.999]),
 )
+@example([gaussian(k, 3, 4) for k in range(3)], 0.3, 0.9)
 def test_pcd_is_the_nearest_direction_that_gives_all_their_shares(Js, tau, beta):
     rule, state = pcd(tau, beta), None
     with precisely():
@@ -191,6 +192,7 @@ def test_fairgrad_solves_its_equation_and_nothing_else(J, alpha):
     st.sampled_from([0.0, 1e-3, 1.0, 10.0]),
     st.sampled_from([1, 2]),
 )
+@example([gaussian(k, 3, 4) for k in range(3)], 1.0, 2)
 def test_nash_mtl_bargains_clips_and_repeats(Js, max_norm, every):
     rule, state = nash_mtl(max_norm, every), None
     with precisely():

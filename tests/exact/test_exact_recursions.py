@@ -6,12 +6,13 @@ import numpy as np
 from bounds import eps
 from exact.decimals import decimals, exp, length, lengths, precisely, root, softmax, unit_rows
 from exact.rows import DTYPES, SCALES, SOME, degenerate, gaussian
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_jd import aggregate, cr_mogm, db_mtl, excess_mtl, gradnorm, mgda, moco, modo, sdmgrad
 
 CALLS = 3
+GENERIC = [gaussian(k, 3, 4) for k in range(CALLS)]
 
 
 def sequences(scales=tuple(SCALES)):
@@ -44,6 +45,7 @@ def check(found, expected, roundings):
 
 @SOME
 @given(sequences(), st.sampled_from([0.0, 0.1, 0.9, 0.999]))
+@example(GENERIC, 0.9)
 def test_cr_mogm_averages_the_weights(Js, momentum):
     rule, state, average = cr_mogm(mgda(), momentum), None, None
     with precisely():
@@ -56,6 +58,7 @@ def test_cr_mogm_averages_the_weights(Js, momentum):
 
 @SOME
 @given(sequences(), st.sampled_from([1e-3, 0.1, 1.0, 10.0]), st.sampled_from([0.0, 0.1, 10.0]))
+@example(GENERIC, 0.1, 0.1)
 def test_modo_steps_on_the_simplex(Js, rate, ridge):
     rule, state, sensitivity = modo(rate, ridge), None, Decimal(1)
     with precisely():
@@ -72,6 +75,7 @@ def test_modo_steps_on_the_simplex(Js, rate, ridge):
 
 @SOME
 @given(sequences(), st.sampled_from([0.01, 0.1]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.3, 10.0]))
+@example(GENERIC, 0.1, 0.5, 0.3)
 def test_sdmgrad_steps_on_the_simplex_with_momentum(Js, rate, momentum, pull):
     u = [1.0 + k % 2 for k in range(len(Js[0]))]
     rule, state, sensitivity = sdmgrad(rate, momentum, 3, pull, u), None, Decimal(1)
@@ -95,6 +99,7 @@ def test_sdmgrad_steps_on_the_simplex_with_momentum(Js, rate, momentum, pull):
 
 @SOME
 @given(sequences(), st.sampled_from([0.01, 1.0, 10.0]), st.sampled_from([0, 2]))
+@example(GENERIC, 1.0, 2)
 def test_excess_mtl_multiplies_by_the_risk_relative_to_its_baseline(Js, rate, n_warmup):
     rule, state = excess_mtl(rate, n_warmup), None
     with precisely():
@@ -120,6 +125,7 @@ def test_excess_mtl_multiplies_by_the_risk_relative_to_its_baseline(Js, rate, n_
 @given(
     sequences(("", "spread")), st.sampled_from([0.0, 0.1, 0.9]), st.sampled_from([0.0, 0.5, 2.0]), st.integers(0, 99)
 )
+@example(GENERIC, 0.9, 0.5, 0)
 def test_db_mtl_sums_averages_of_one_length(Js, beta, decay, seed):
     rule, state = db_mtl(beta, decay), None
     with precisely():
@@ -149,6 +155,7 @@ def test_db_mtl_sums_averages_of_one_length(Js, beta, decay, seed):
     st.sampled_from([0.0, 0.5]),
     st.integers(0, 99),
 )
+@example(GENERIC, 0.5, 0.1, 1.0, 0.5, 0)
 def test_moco_weighs_averages_of_the_length_of_the_losses(Js, beta, gamma, rho, decay, seed):
     rule, state = moco(beta, gamma, rho, beta_sigma=decay, gamma_sigma=decay / 2), None
     with precisely():
@@ -171,6 +178,7 @@ def test_moco_weighs_averages_of_the_length_of_the_losses(Js, beta, gamma, rho, 
 
 @SOME
 @given(sequences(), st.sampled_from([0.0, 0.5, 1.5, 10.0]), st.sampled_from([0.025, 0.5]), st.integers(0, 99))
+@example(GENERIC, 1.5, 0.5, 0)
 def test_gradnorm_steps_along_the_signs_of_the_excess_norms(Js, alpha, rate, seed):
     rule, state = gradnorm(alpha, rate), None
     with precisely():
