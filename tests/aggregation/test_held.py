@@ -109,12 +109,3 @@ def test_what_does_not_fit_is_refused(m):
     assert torch.equal(fj.aggregate(repeated, J, state).weights, state.weights)
     with pytest.raises(ValueError, match="rule must have one weight per row"):
         fj.aggregate(fj.held(fj.trimmed_mean(0))[0], J)
-
-
-def test_in_a_step_one_objective_is_no_special_case():
-    params, x = torch.ones(3), torch.ones(3)
-    fresh, repeated = fj.held(fj.upgrad())
-    how = {"losses": lambda params, x: (params * x).sum(), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(params, x, aggregator=fresh, **how)
-    state, _ = fj.step(state, x, aggregator=repeated, **how)
-    assert torch.equal(state.params, torch.full((3,), 0.9))

@@ -108,12 +108,6 @@ def test_the_direction_is_scipys_projection(rows, data):
     )
 
 
-def test_rows_that_are_not_protected_may_conflict():
-    J = torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, -1.0]], dtype=torch.float64)
-    direction = jd.aggregate(aggregators.protect(jd.constant([3.0, 1.0, 1.0]), 0), J).direction
-    torch.testing.assert_close(direction, torch.tensor([2.0, -0.9], dtype=torch.float64))
-
-
 def test_a_name_is_an_index_also_in_a_step_with_scales():
     def losses(w):
         return {"safety": (w[0] - 1).square(), "task": (w[0] + w[1] + 2).square()}

@@ -265,11 +265,6 @@ def test_a_symmetric_jacobian_is_not_taken_for_its_gramian(J, data):
     assert torch.equal(found.alignment.sign(), along.sign())
 
 
-def test_second_derivatives_of_the_rank_are_right_where_singular_values_differ():
-    J = torch.diag(torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda J: diagnose([J])[5:], (J,))
-
-
 def test_the_table_names_the_rows():
     J = torch.tensor([[3.0, 4], [-3, 4], [0, -2]])
     names = jd.objective_names({"left": torch.zeros(()), "image": torch.zeros(2)})
@@ -357,7 +352,5 @@ def test_blame_of_tasks_and_examples():
 
 
 def test_what_blame_does_not_take():
-    with pytest.raises(TypeError, match="blame: losses must be"):
-        blame(3, PARAMS)
     with pytest.raises(ValueError, match=r"blame: the scale must be of shape \[\] or \[3\]"):
         blame(overflowing, PARAMS, torch.ones(()), scale=jd.scale_state(shape=2))
