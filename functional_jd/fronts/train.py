@@ -144,9 +144,7 @@ def train(
 def _solutions(
     start: Params | Front, preferences: Tensor | None, rule: Any, chunk_size: int | None
 ) -> tuple[Params | Front, Tensor, Tensor, Callable[[Tensor], Aggregator]]:
-    """The start, the preferences, which have no entries for a population, what tells solutions apart, and the rule of
-    each.
-    """
+    """The start, preferences (without entries for a population), the marks of solutions, and the rule of a mark."""
     known, leaves = start.preferences if isinstance(start, Front) else None, tree_leaves(start)
     if isinstance(rule, Population):
         for name, value in (("chunk_size", chunk_size), ("preferences", preferences)):

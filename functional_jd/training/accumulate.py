@@ -173,9 +173,7 @@ def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]], group: Any) -> _Left:
 
 
 class _Run(NamedTuple):
-    """A walk through the parts: `plan_of(part, buffers)`, the buffers of the first, whether parts that are not finite
-    are left out, and the ranks that have parts.
-    """
+    """A walk through the parts of the ranks of a group; `skipping` leaves out those that are not finite."""
 
     parts: list[tuple[Any, ...]]
     plan_of: Callable[..., Plan]

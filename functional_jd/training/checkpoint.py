@@ -54,8 +54,8 @@ def to_checkpoint(
         ['functional_jd.checksums', 'functional_jd.fields', 'functional_jd.version', 'w']
     """
     check_flag("whole", whole)
-    method = {"aggregator": aggregator, "optimizer": optimizer}
-    leaves, _, records = _named(state, method)
+    method = _names(aggregator, optimizer)
+    leaves, _, records = _named(state)
     if not whole:
         check_layouts(tree_leaves(state), state)  # checksums need shards that are where the mesh places them
     entries = {
@@ -63,9 +63,7 @@ def to_checkpoint(
         for name, leaf in leaves.items()
     }
     entries[_FIELDS] = _written(records)
-    for what, record in method.items():
-        if record is not None:
-            entries[_METHOD[what]] = _written(function_names(record, what == "aggregator"))
+    entries |= {_METHOD[what]: _written(names) for what, names in method.items()}
     sums = list(_sums(entries).values())
     return entries | {_VERSION: torch.tensor(VERSION, device="cpu"), _SUMS: torch.tensor(sums, device="cpu")}
 
@@ -95,8 +93,8 @@ def from_checkpoint(
             shape or dtype; a checksum that differs (checkpoints of older versions have none); another rule or
             optimizer; `DTensor`s in `like` with placements other than `Shard` and `Replicate`.
     """
-    method = {"aggregator": aggregator, "optimizer": optimizer}
-    expected, structure, records = _named(like, method)
+    method = _names(aggregator, optimizer)
+    expected, structure, records = _named(like)
     check_layouts(tree_leaves(like), like)
     _check_whole(checkpoint)
     added = _added(_read(checkpoint[_FIELDS]), records)
@@ -125,12 +123,18 @@ def _refuse(expected: str, found: str, cure: str) -> NoReturn:
     raise ValueError(f"from_checkpoint: expected {expected}, found {found}. {cure}")
 
 
-def _named(tree: Any, method: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
+def _names(aggregator: Any, optimizer: Any) -> dict[str, list[str]]:
+    """The names of the functions of a rule and of an optimizer, as far as they are given."""
+    if aggregator is not None:
+        check_rule(aggregator)
+    if optimizer is not None:
+        check_type("optimizer", optimizer, Optimizer, "Call its builder: adamw().")
+    given = {"aggregator": aggregator, "optimizer": optimizer}
+    return {what: function_names(x, what == "aggregator") for what, x in given.items() if x is not None}
+
+
+def _named(tree: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
     """The leaves by name, the structure, and by name the class and the fields of each record."""
-    if method["aggregator"] is not None:
-        check_rule(method["aggregator"])
-    if method["optimizer"] is not None:
-        check_type("optimizer", method["optimizer"], Optimizer, "Call its builder: adamw().")
     leaves, structure = tree_flatten(tree)
     nodes = named_nodes(structure)
     names = [path or "value" for path, kind in nodes if kind is None]
@@ -183,11 +187,10 @@ def _sums(entries: Mapping[str, Tensor], mixed: bool = True) -> dict[str, int]:
     return dict(zip(names, map(int, checksums([entries[name] for name in names], mixed)), strict=True))
 
 
-def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> None:
+def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, list[str]]) -> None:
     """Raise for a state of another rule or optimizer, if the checkpoint names them."""
     for what, entry in _METHOD.items():
-        written: list[str] = _read(checkpoint[entry]) if entry in checkpoint else []
-        expected = [] if given[what] is None else function_names(given[what], what == "aggregator")
+        written, expected = _read(checkpoint[entry]) if entry in checkpoint else [], given.get(what, [])
         if written and written != expected:
             wanted = f"a state of {' of '.join(expected)}" if expected else f"{what}= to be given, since it is named"
             cure = f"Pass the {what} that wrote the checkpoint and start `like` with it."
@@ -195,9 +198,7 @@ def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> No
 
 
 def _added(written: dict[str, list[str]], expected: dict[str, list[str]]) -> tuple[str, ...]:
-    """The fields, each with a dot at its end, that records have and did not have when they were written. Raise for
-    records of another class, also if their tensors would fit.
-    """
+    """The fields, each with a dot at its end, that were added to records since. Raise for records of another class."""
     found: list[str] = []
     for path, (kind, *fields) in expected.items():
         was, *others = written.get(path, [kind, *fields])

@@ -50,7 +50,6 @@ def check_learning(
     constant: Collection[str] = (),
     *,
     journal: StateJournal | None = None,
-    noised: bool = False,
     training: bool = True,
 ) -> list[tuple[int, ...]]:
     """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
@@ -74,7 +73,7 @@ def check_learning(
         _check_written(journal, [*named.items(), *(given for call in calls for given in call.params.items())])
         if training:
             _warn_of_lost_buffers(journal, calls, returned)
-        if noised:
+        if getattr(plan.optimizer, "sensitivity", None) is not None:
             _warn_of_buffers_without_noise(before, returned)
     found = leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, named, nodes, training)

@@ -191,9 +191,7 @@ def observe(plan: Plan, engine: Engine) -> Observation:
 
 
 def started(plan: Plan, engine: Engine, reached: Sequence[tuple[int, ...]] = ()) -> tuple[Tree, Losses]:
-    """The rule's initial state, and the losses that it starts from. `reached`: the places of the losses that reach each
-    leaf of the rows, where they are known.
-    """
+    """The rule's initial state, and its losses. `reached`: for each leaf of the rows, the losses, if known."""
     seen, leaves, known = observe(plan, engine), iter(reached), dict[str, tuple[int, ...]]()
     for key, count, need in plan.groups or ():
         places, view = sorted({i for leaf in islice(leaves, count) for i in leaf}), plan.view.groups[key]

@@ -86,8 +86,7 @@ def train_state(
     check_ranks(losses, own, values, {"rule": aggregator, "optimizer": optimizer})
     traced, journal = torch.compiler.is_compiling(), StateJournal()
     with nullcontext() if traced else undone(journal):  # the second evaluation changes what the first one did
-        noised = optimizer.sensitivity is not None
-        reached = check_learning(plan, buffers, constant, journal=journal, noised=noised)
+        reached = check_learning(plan, buffers, constant, journal=journal)
         noted = journal if plan.kind.rows_are_examples and not plan.differentiable else None  # one was looked at so far
         memory, values = started(plan._replace(journal=noted), chosen, () if chosen.is_replicated else reached)
         _check_losses(aggregator, values)
