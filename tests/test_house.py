@@ -16,8 +16,8 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_881  # goal 12,500
-LINES = 23_492  # goal 22,000
+CODE_LINES = 13_879  # goal 12,500
+LINES = 23_485  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
@@ -32,9 +32,9 @@ ROOMS = {
     ("aggregation", "aggregators"): 4_400,
     ("optimizers",): 1_170,
     ("engines",): 3_700,
-    ("training",): 2_555,  # goal 2,000
+    ("training",): 2_550,  # goal 2,000
     ("distributed",): 401,
-    ("diagnostics", "fronts"): 1_288,  # goal 1,200
+    ("diagnostics", "fronts"): 1_286,  # goal 1,200
     ("testing",): 1_280,
     ("plotting", "__main__.py"): 1_061,
 }
