@@ -124,7 +124,7 @@ def _refuse(expected: str, found: str, cure: str) -> NoReturn:
 
 
 def _names(aggregator: Any, optimizer: Any) -> dict[str, list[str]]:
-    """The names of the functions of a rule and of an optimizer, as far as they are given."""
+    """The names of the functions that the rule and the optimizer, if given, are made of."""
     if aggregator is not None:
         check_rule(aggregator)
     if optimizer is not None:
