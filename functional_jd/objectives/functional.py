@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from functional_jd.core.foreach import clone_each
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
-from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
+from functional_jd.torch_compat.held_tensors import Held, holder_of, nodes_of
 from functional_jd.torch_compat.module_parts import ModuleParts
 from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
 from functional_jd.torch_compat.torch_internals import change_count, innermost, is_wrapped, torch_function_disabled
@@ -193,7 +193,7 @@ class _Applied:
                 return output
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
-            known = graph_nodes(start)
+            known = nodes_of(start)
             looking = UsedParameters(parts.own_parameters(), start) if look else None
             with looking or nullcontext():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
@@ -210,10 +210,8 @@ class _Applied:
                     "it from the module, or detach it."
                 )
             holder.checked = True
-        if new := graph_nodes(outputs) - known:
-            held = Held(holder, parts.places, call.params, call.buffers, inputs, clone_each)
-            held.watch(new)
-            held.leave(known)
+        if new := nodes_of(outputs) - known:
+            Held(holder, parts.places, call.params, call.buffers, inputs, clone_each).watch(new, known)
         return output
 
 

@@ -1,6 +1,7 @@
 """The graph of plain autograd: its nodes, the scalars that were stacked, sizes of gradients, and backward passes."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cached_property
 from math import inf, prod
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from functional_jd.torch_compat.callers import here
-from functional_jd.torch_compat.slow_path import cure_of
 from functional_jd.torch_compat.torch_internals import private
 
 # What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor.
@@ -93,26 +93,18 @@ def gradients(
 
     Its questions about each tensor are left out if no mode and no subclass of tensors intercepts the call.
     """
-    try:
-        how = retain_graph, create_graph
-        if has_torch_function((*outputs, *inputs)) or not _run_backward:
-            return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
-        with OwnParameters(outputs):
-            found = _run_backward(tuple(outputs), tuple(cotangents), *how, tuple(inputs), True, accumulate_grad=False)
-        return to_dense(found)
-    except AttributeError as error:
-        if cure := cure_of(str(error)):
-            error.add_note(f"{here()}:{cure}")
-        raise
+    how = retain_graph, create_graph
+    if has_torch_function((*outputs, *inputs)) or not _run_backward:
+        return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
+    with OwnParameters(outputs):
+        return to_dense(
+            _run_backward(tuple(outputs), tuple(cotangents), *how, tuple(inputs), True, accumulate_grad=False)
+        )
 
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Gradients without sparse ones, which embeddings may return: rows are dense."""
-    dense = list(gradients)
-    for index, g in enumerate(dense):
-        if g is not None and g.is_sparse:
-            dense[index] = g.to_dense()
-    return dense
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
 
 class OwnParameters(TorchFunctionMode):
@@ -125,23 +117,18 @@ class OwnParameters(TorchFunctionMode):
     def __init__(self, outputs: list[Any]):
         super().__init__()
         self.outputs = outputs
-        self.used: set[int] | None = None
+
+    @cached_property
+    def used(self) -> dict[int, Tensor]:
+        return leaves_behind([y.node if isinstance(y, GradientEdge) else y.grad_fn for y in self.outputs])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():
-            for x in (*args, *kwargs.values()):
-                if type(x) is nn.Parameter:
-                    self.check(x)
+        for x in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
+            if type(x) is nn.Parameter and x.requires_grad and id(x) not in self.used:
+                raise ValueError(
+                    f"{here()}: what runs again in the backward pass must use the parameters of the forward pass, "
+                    f"found a module's own parameter of shape {list(x.shape)}. Call the module by functional(module), "
+                    "or torch.func.functional_call inside the checkpoint."
+                )
         return func(*args, **kwargs)
-
-    def check(self, x: Tensor) -> None:
-        """Raise ValueError if it requires grad and is not a leaf of the graph."""
-        if self.used is None:
-            self.used = {*leaves_behind([y.node if isinstance(y, GradientEdge) else y.grad_fn for y in self.outputs])}
-        if x.requires_grad and id(x) not in self.used:
-            raise ValueError(
-                f"{here()}: what runs again in the backward pass must use the parameters of the forward pass, "
-                f"found a module's own parameter of shape {list(x.shape)}. Call the module by functional(module), or "
-                "torch.func.functional_call inside the checkpoint."
-            )

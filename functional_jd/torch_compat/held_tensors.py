@@ -1,9 +1,8 @@
-"""The tensors that a module holds: where they stand, for one thread at a time, and again in the backward pass."""
+"""The tensors that a module holds: for one thread at a time, and again in the backward pass."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from threading import Lock, _DummyThread, get_ident, main_thread  # pyright: ignore[reportPrivateUsage]
-from threading import enumerate as enumerate_threads
+from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -47,7 +46,7 @@ def holder_of(module: nn.Module) -> Holder:
         return _HOLDERS.get(module) or _HOLDERS.setdefault(module, Holder())
 
 
-def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
+def nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
     """The nodes that these tensors come from, and those of the tensors that they are views of, which stay the same
     when the views are changed in place.
     """
@@ -68,104 +67,88 @@ class Held:
     buffers: dict[str, Tensor]  # as they were before the call; a second run gets copies
     inputs: list[Tensor]  # those that require grad among what the module was called with
     clone: Callable[[list[Tensor]], list[Tensor]]
-    time: ref[Generator[None]] | None = None
     thread: int = field(default_factory=get_ident)
+    span: ref[Generator[None]] | None = None  # the newest, while it lasts
 
-    def watch(self, nodes: set[Any]) -> None:
-        """Let backward passes through these nodes hold the tensors. Nodes of earlier calls keep their own."""
-        for node in nodes:
-            if node.metadata.setdefault(self.holder, self) is self:
-                node.register_prehook(lambda _: self.hold(gradients=False))
-
-    def leave(self, nodes: set[Any]) -> None:
-        """Let backward passes that reach these nodes hold the tensors no longer."""
-        for node in nodes:
+    def watch(self, new: set[Any], known: set[Any]) -> None:
+        """Let backward passes hold the tensors from the new nodes to those known before the call."""
+        for node in new:
+            if node.metadata.setdefault(self.holder, self) is self:  # nodes of earlier calls keep their own
+                node.register_prehook(lambda _: self._hold(gradients=False))
+        for node in known:
             node.register_prehook(self._end)
 
-    def hold(self, *, gradients: bool) -> None:
+    def _hold(self, *, gradients: bool) -> None:
         """Let the module hold the tensors to the end of the backward pass that runs; `gradients`: it comes from the
         gradients of an earlier one.
         """
         last = self._last()
         if last is None or last.held is not self:
-            time = self._time(gradients)
-            next(time)
-            self.time = ref(time)
-            # Where a pass fails, autograd drops what it was to call, and Python closes the generator.
-            _engine.queue_callback(time.close)
+            span = self._span(gradients)
+            next(span)
+            self.span = ref(span)
+            # If the pass fails, autograd drops what it was to call, and Python closes the generator.
+            _engine.queue_callback(span.close)
 
     def _end(self, _: Any) -> None:
-        if self.time is not None and (time := self.time()) is not None:
-            time.close()
+        if self.span is not None and (span := self.span()) is not None:
+            span.close()
 
-    def _last(self) -> "_Span | None":
+    def _last(self) -> "_Before | None":
         return next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None) if _SPANS else None
 
-    def _time(self, gradients: bool) -> Generator[None]:
+    def _span(self, gradients: bool) -> Generator[None]:
         """A time while the module holds the tensors."""
         thread = get_ident()
-        if _works_for_autograd():  # for several
+        if isinstance(current_thread(), _DummyThread):  # a thread of autograd works for several
             last, thread = self._last(), self.thread
             if last is not None and last.held.thread != thread:
                 raise ValueError(
                     "functional: on an accelerator, threads that share a module must run their backward passes one "
                     "after the other, found two at one time. Call copies of the module."
                 )
+        tensors, handles = self.params, list[Any]()
+        if self.buffers:
+            with torch_function_disabled():  # new copies each time: what runs again may change `.data`
+                tensors = tensors | dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
         self.holder.take(thread)
+        last = self._last()
+        two = last is not None and (gradients or last.gradients)  # it cannot be told which
+        before = _Before(self, gradients)
         try:
-            last = self._last()
-            two = last is not None and (gradients or last.gradients)  # it cannot be told which
-            span, tensors = _Span(self, gradients), self.params
-            if self.buffers:
-                with torch_function_disabled():
-                    copies = self.clone([*self.buffers.values()])  # anew each time: what runs again may change `.data`
-                tensors = tensors | dict(zip(self.buffers, copies, strict=True))
             for place in self.places:
                 place.home[place.name] = _EitherOfTwo() if two else tensors[place.key]
-            handles = self._watch_gradients() if torch.is_grad_enabled() else []
-            try:
-                yield
-            finally:
-                span.put_back()
-                for handle in handles:
-                    handle.remove()
+            if torch.is_grad_enabled():  # passes through the gradients that this pass computes hold the tensors, too
+                leaves = [x for x in (*self.params.values(), *self.inputs) if x.requires_grad]
+                handles += [x.register_hook(self._watch_gradient) for x in leaves]
+            yield
         finally:
+            before.put_back()
+            for handle in handles:
+                handle.remove()
             self.holder.give()
 
-    def _watch_gradients(self) -> list[Any]:
-        """Let passes through the gradients that this pass computes hold the tensors, too."""
-
-        def watch(gradient: Tensor) -> None:
-            if gradient.grad_fn is not None:
-                gradient.grad_fn.register_prehook(lambda _: self.hold(gradients=True))
-
-        return [x.register_hook(watch) for x in (*self.params.values(), *self.inputs) if x.requires_grad]
+    def _watch_gradient(self, gradient: Tensor) -> None:
+        if gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(lambda _: self._hold(gradients=True))
 
 
-def _works_for_autograd() -> bool:
-    """Whether autograd has started this thread, which Python does not know then."""
-    own = get_ident()
-    if main_thread().ident == own:
-        return False
-    return all(thread.ident != own for thread in enumerate_threads() if not isinstance(thread, _DummyThread))
-
-
-class _Span:
-    """A time while a module holds the tensors of a call, and the former tensor of each place."""
+class _Before:
+    """What the places of a call held before its tensors."""
 
     def __init__(self, held: Held, gradients: bool):
         self.held, self.gradients = held, gradients
-        self.before = {place.slot: place.home[place.name] for place in held.places}
+        self.tensors = {place.slot: place.home[place.name] for place in held.places}
         _SPANS.append(self)
 
     def put_back(self) -> None:
-        """Give each place what it held before. With several times in one pass, the first one ends first."""
+        """Give each place what it held before. With several calls in one pass, the first one ends first."""
         later = _SPANS[_SPANS.index(self) + 1 :]
         _SPANS.remove(self)
-        for place, x in zip(self.held.places, self.before.values(), strict=True):
-            others = [span for span in later if place.slot in span.before] if later else None
+        for place, x in zip(self.held.places, self.tensors.values(), strict=True):
+            others = [span for span in later if place.slot in span.tensors] if later else None
             if others:
-                others[0].before[place.slot] = x
+                others[0].tensors[place.slot] = x
             else:
                 place.home[place.name] = x
 
@@ -183,4 +166,4 @@ class _EitherOfTwo:
 
 _HOLDERS: WeakKeyDictionary[nn.Module, Holder] = WeakKeyDictionary()
 _LOCK = Lock()
-_SPANS: list[_Span] = []  # those that last, in the order in which they began
+_SPANS: list[_Before] = []  # those that last, in the order in which they began

@@ -1,12 +1,11 @@
 """The parts of a module: where they hold tensors, and whether they are still the same."""
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from functional_jd.torch_compat.torch_internals import module_tensors
 
 
 class Place(NamedTuple):
@@ -33,7 +32,7 @@ class ModuleParts:
         self.places = [
             Place(home, name, f"{path}.{name}" if path else name, named[id(x)], (id(home), name))
             for path, part in parts.items()
-            for home in module_tensors(part)
+            for home in (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
             for name, x in home.items()
             if x is not None
         ]
@@ -48,17 +47,18 @@ class ModuleParts:
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
         self.attributes = [vars(part) for part in ordinary]
         self.contents = [(part, _contents(part)) for part in ordinary]
+        self.buffers = [
+            (part, home := part._buffers, set(home), {name for name, x in home.items() if x is not None})  # pyright: ignore[reportPrivateUsage]
+            for part in ordinary
+        ]
         functions = [x.__module__ for part in parts.values() for x in vars(part).values() if callable(x)]
         layers = all(type(part).__module__.startswith("torch.nn.modules.") for part in parts.values())
         self.are_torchs = layers and all(str(name).startswith("torch.") for name in functions)
-        self.buffers = [
-            (part, home, set(home), {name for name, x in home.items() if x is not None})
-            for part in ordinary
-            for home in module_tensors(part)[1:]
-        ]
 
     def check(self) -> None:
-        """Raise if a part has other parameters or children than when it was read, or new buffers."""
+        """Raise if a part has other parameters or children than when it was read, or a new buffer that it saves. Other
+        new buffers go: they are computed again in each call.
+        """
         for part, contents in self.contents:
             if _contents(part) != contents:
                 raise ValueError(
@@ -66,9 +66,20 @@ class ModuleParts:
                     f"or parameters in its {type(part).__name__}. Call functional again."
                 )
         for part, home, registered, known in self.buffers:
-            if len(home) > len(known):
-                for name in [name for name, x in home.items() if x is not None and name not in known]:
-                    _take_back(part, name, name in registered)
+            if len(home) == len(known):
+                continue
+            for name in [name for name, x in home.items() if x is not None and name not in known]:
+                saved = name in part.state_dict()
+                del home[name]
+                if name in registered:
+                    home[name] = None
+                if saved:
+                    raise ValueError(
+                        "functional: expected a forward that leaves the module with the buffers that it had, found a "
+                        f"new one, {name!r} of {type(part).__name__}, which the next call would not find. Register it "
+                        "with its shape, or call the module once before functional(module) and "
+                        "dict(module.named_buffers()); if it can be computed again, with persistent=False."
+                    )
 
     def run_once(self) -> bool:
         """Whether all parts are layers of torch without hooks: nothing runs again in a backward pass."""
@@ -81,46 +92,22 @@ class ModuleParts:
 
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
-        found: list[Tensor] = []
-        for attributes in self.attributes:
-            for name in attributes.keys() - _STANDARD:  # what every module has holds no tensors of the forward pass
-                value = attributes[name]
-                if value.__class__ is Tensor:
-                    found.append(value)
-                elif value.__class__ in _CONTAINERS and value:
-                    found += _tensors_in(value)
-        return found
+        # What every module has holds no tensors of the forward pass.
+        return _tensors_in(x[name] for x in self.attributes for name in x.keys() - _STANDARD)
 
 
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:
-    parameters, _ = module_tensors(part)
-    return len(parameters), tuple(part._modules.values())  # pyright: ignore[reportPrivateUsage]
+    return len(part._parameters), tuple(part._modules.values())  # pyright: ignore[reportPrivateUsage]
 
 
-def _take_back(part: nn.Module, name: str, registered: bool) -> None:
-    """Take a new buffer from a part, as no call would find it. One that is not saved is computed again in each call."""
-    saved = name in part.state_dict()
-    if registered:
-        setattr(part, name, None)
-    else:
-        delattr(part, name)
-    if saved:
-        raise ValueError(
-            "functional: expected a forward that leaves the module with the buffers that it had, found a new one, "
-            f"{name!r} of {type(part).__name__}, which the next call would not find. Register it with its "
-            "shape, or call the module once before functional(module) and dict(module.named_buffers()); if it can "
-            "be computed again, with persistent=False."
-        )
-
-
-def _tensors_in(container: Any) -> list[Tensor]:
-    """The tensors in a container. Long ones hold data, and take too long to search in every call."""
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, and in containers. Long ones hold data, and take too long to search in every call."""
     found: list[Tensor] = []
-    for each in () if len(container) > _LONG else container.values() if isinstance(container, dict) else container:
-        if each.__class__ is Tensor:
-            found.append(each)
-        elif each.__class__ in _CONTAINERS:
-            found += _tensors_in(each)
+    for x in values:
+        if x.__class__ is Tensor:
+            found.append(x)
+        elif x.__class__ in _CONTAINERS and 0 < len(x) <= _LONG:
+            found += _tensors_in(x.values() if isinstance(x, dict) else x)
     return found
 
 

@@ -45,19 +45,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
+@constant_while_tracing  # torch 2.11 takes `is_exporting` for true in all that torch.compile traces
 def refuse_export() -> None:
     """Raise if torch.export traces: what torch.func returns is a constant to it."""
-    if _is_exporting():
+    if torch.compiler.is_exporting():
         raise ValueError(
             f"{here()}: the tracer must trace derivatives, found torch.export, which takes results of torch.func "
             "for constants. Export the result of torch.fx.experimental.proxy_tensor.make_fx(f)(*args)."
         )
-
-
-@constant_while_tracing
-def _is_exporting() -> bool:
-    """Called while torch.compile traces: torch 2.11 takes `is_exporting` for true in all that it traces itself."""
-    return torch.compiler.is_exporting()
 
 
 def random_state() -> list[Tensor]:
@@ -95,13 +90,4 @@ def _reason(error: BaseException) -> str:
     own = [(file, line) for file, line in frames if not file.startswith((OURS, TORCH, "<"))]
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     place = f"{Path(own[-1][0]).name}:{own[-1][1]}: " if own else ""
-    return f"{place}{type(error).__name__}: {message}{cure_of(message)}"
-
-
-def cure_of(message: str) -> str:
-    """A fix for an error of torch that names none."""
-    cure = (
-        " Under transforms, an autograd.Function needs setup_context, and functional_jd.precision.custom instead of "
-        "torch.amp.custom_fwd and custom_bwd."
-    )
-    return cure if "setup_context staticmethod" in message or "_fwd_used_autocast" in message else ""
+    return f"{place}{type(error).__name__}: {message}"

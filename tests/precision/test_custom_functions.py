@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from functional_jd import SlowPathWarning, autocast, jacobian_fn, per_example
+from functional_jd import autocast, jacobian_fn
 from functional_jd.precision import custom
 
 LOW = [torch.float16, torch.bfloat16]
@@ -260,26 +260,6 @@ def test_combined_forwards_give_the_bits_of_custom_fwd(cast_inputs, dtype):
     square = lambda x: autocast(custom(Combined, cast_inputs=torch.float32), dtype)(x, x).sum(0)
     jacobian, _ = jacobian_fn(square, mode="loop")(x.detach())  # without torch.func
     assert torch.allclose(jacobian, jacrev(lambda x: (x @ x).sum(0))(x.detach()))
-
-
-def test_custom_fwd_under_a_transform_points_to_custom():
-    entered = lambda f: staticmethod(torch.amp.custom_fwd(f, device_type="cpu"))
-    back = staticmethod(torch.amp.custom_bwd(lambda ctx, g: g, device_type="cpu"))
-
-    class Split(torch.autograd.Function):
-        generate_vmap_rule = True
-        forward, backward = entered(lambda x: x.exp()), back
-        setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-    class Whole(torch.autograd.Function):
-        forward, backward = entered(lambda ctx, x: x.exp()), back
-
-    rows = lambda f: jacobian_fn(per_example(lambda p, x: f.apply(p * x).sum()))(torch.ones(3), torch.ones(2, 3))
-    with pytest.warns(SlowPathWarning, match=r"precision\.custom"):
-        rows(Whole)
-    with pytest.raises(AttributeError) as found:
-        rows(Split)
-    assert "precision.custom" in found.value.__notes__[-1]
 
 
 @both
