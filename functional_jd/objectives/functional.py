@@ -20,7 +20,7 @@ from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat.held_tensors import Held, holder_of, nodes_of
 from functional_jd.torch_compat.module_parts import ModuleParts
-from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
+from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter, eagerly
 from functional_jd.torch_compat.torch_internals import change_count, innermost, is_wrapped, torch_function_disabled
 
 State = dict[str, Tensor]
@@ -195,7 +195,7 @@ class _Applied:
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = nodes_of(start)
             looking = UsedParameters(parts.own_parameters(), start) if look else None
-            with looking or nullcontext():
+            with eagerly() if look else nullcontext(), looking or nullcontext():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
             parts.check()
             outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)

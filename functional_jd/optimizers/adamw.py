@@ -25,7 +25,7 @@ from functional_jd.optimizers.base import (
     no_steps,
     on_shards,
 )
-from functional_jd.torch_compat.torch_internals import dispatch_modes, private, under_functional_transform
+from functional_jd.torch_compat.torch_internals import NO_TRANSFORM, dispatch_modes, private, transform_level
 
 fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
 """The in-place kernel behind `torch.optim.AdamW(fused=True)`. Without it, the formulas serve."""
@@ -228,7 +228,7 @@ def _(leaves: list[Tensor], *_: Any) -> list[Tensor]:
 
 def _undisturbed(values: list[Tensor]) -> bool:
     """Whether no transform and no derivative is asked for, on a device that has fused kernels."""
-    if under_functional_transform():
+    if transform_level() != NO_TRANSFORM:
         return False
     recorded = torch.is_grad_enabled()
     for x in values:

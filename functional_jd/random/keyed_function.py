@@ -15,7 +15,7 @@ from functional_jd.random.keys import UNIFORM_BITS, check_key, draw, split
 from functional_jd.torch_compat.recomputation import RecomputedMode, in_reentrant_checkpoint
 from functional_jd.torch_compat.slow_path import random_state
 from functional_jd.torch_compat.torch_internals import (
-    as_batch,
+    add_batch_dim,
     constant_while_tracing,
     function_name,
     functorch_depth,
@@ -184,7 +184,7 @@ class _Keyed(RecomputedMode):
                     "randomness='error'. Pass one of the two."
                 )
             if randomness == "different":
-                key = as_batch(split(key, size), level)
+                key = add_batch_dim(split(key, size), 0, level)
         return key
 
     def batched(self, x: Tensor) -> Tensor:

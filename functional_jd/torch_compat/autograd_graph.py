@@ -97,14 +97,17 @@ def gradients(
     if has_torch_function((*outputs, *inputs)) or not _run_backward:
         return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
     with OwnParameters(outputs):
-        return to_dense(
-            _run_backward(tuple(outputs), tuple(cotangents), *how, tuple(inputs), True, accumulate_grad=False)
-        )
+        found = _run_backward(tuple(outputs), tuple(cotangents), *how, tuple(inputs), True, accumulate_grad=False)
+    return to_dense(found)
 
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Gradients without sparse ones, which embeddings may return: rows are dense."""
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+    dense = list(gradients)
+    for index, g in enumerate(dense):
+        if g is not None and g.is_sparse:
+            dense[index] = g.to_dense()
+    return dense
 
 
 class OwnParameters(TorchFunctionMode):

@@ -92,8 +92,10 @@ class ModuleParts:
 
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
-        # What every module has holds no tensors of the forward pass.
-        return _tensors_in(x[name] for x in self.attributes for name in x.keys() - _STANDARD)
+        values: list[Any] = []
+        for attributes in self.attributes:  # what every module has holds no tensors of the forward pass
+            values += map(attributes.__getitem__, attributes.keys() - _STANDARD)
+        return _tensors_in(values)
 
 
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:

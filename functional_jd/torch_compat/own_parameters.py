@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,18 +26,6 @@ class UsedParameters(TorchFunctionMode):
         self.names = {id(x): name for name, x in own.items() if id(x) not in given}
         self.ends = {x.grad_fn for x in inside}
         self.used: list[str] = []
-        # It sees nothing inside what torch.compile compiled, and would be compiled itself. Where nothing was compiled,
-        # torch has not imported the compiler, which takes as long as torch.
-        compiles = "torch._dynamo" in sys.modules
-        self.eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
-
-    def __enter__(self) -> Any:
-        self.eager.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self.eager.__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,6 +43,13 @@ class UsedParameters(TorchFunctionMode):
         return self.used + [self.names[x] for x in leaves if x in self.names]
 
 
+def eagerly() -> AbstractContextManager[Any]:
+    """A context without compiled code, in which a mode sees nothing. Before something is compiled it is empty: the
+    import of the compiler takes as long as that of torch.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class UnchangedParameters(TorchFunctionMode):
     """A mode, for what torch.compile traces, that raises where an op changes one of these parameters in place. Eager
     mode tells by the versions of tensors.
@@ -67,7 +62,7 @@ class UnchangedParameters(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = traceable(func)
         for name, x in self.params.items():  # first: torch.compile cannot read the name of a checkpoint
-            if args and args[0] is x and (op := function_name(func)) in IN_PLACE_NAMES and op != "requires_grad_":
+            if args and args[0] is x and function_name(func) in IN_PLACE_NAMES:
                 raise changed_parameter(name)
         return func(*args, **(kwargs or {}))
 

@@ -26,23 +26,22 @@ class RecomputedMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # A checkpoint around this mode enters it again by itself.
-        self.around = self.seen = None if torch.compiler.is_compiling() else _checkpoint_hook()
+        self.around = self.seen = _checkpoint_hook()
 
     def note_checkpoints(self) -> None:
         """Make the checkpoint around this op, if it began inside this mode, run again under a mode of this class.
 
         A checkpoint inside another one calls `torch.empty` before it begins, so that no checkpoint is missed.
         """
-        if torch.compiler.is_compiling():
-            return
         hook = _checkpoint_hook()
-        if hook is not self.seen:
-            self.seen = hook
-            frame = None if hook is None or hook is self.around else _frame_of(hook)
-            if frame is not None:
-                if not isinstance(frame.recompute_fn, _Recomputation):
-                    frame.recompute_fn = _Recomputation(frame.recompute_fn)
-                frame.recompute_fn.contexts.setdefault(id(self), self.again())
+        if hook is self.seen:
+            return
+        self.seen = hook
+        frame = None if hook is None or hook is self.around else _frame_of(hook)
+        if frame is not None:
+            if not isinstance(frame.recompute_fn, _Recomputation):
+                frame.recompute_fn = _Recomputation(frame.recompute_fn)
+            frame.recompute_fn.contexts.setdefault(id(self), self.again())
 
     def again(self) -> Callable[[], TorchFunctionMode]:
         """The maker of the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
@@ -79,8 +78,8 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def _checkpoint_hook() -> Any:
-    """The innermost function that packs what autograd saves, if it is that of a checkpoint."""
-    hooks = _top_hooks(False)
+    """The innermost function that packs what autograd saves, if it is that of a checkpoint that is not traced."""
+    hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
     pack = None if hooks is None else hooks[0]
     return pack if getattr(pack, "__module__", None) == torch_checkpoint.__name__ else None
 

@@ -61,10 +61,8 @@ def random_state() -> list[Tensor]:
     """
     states = [torch.get_rng_state()]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return states
-    module = torch.get_device_module(accelerator)
-    if getattr(module, "is_current_stream_capturing", bool)():
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    if module is None or getattr(module, "is_current_stream_capturing", bool)():
         return states
     return states + [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
 

@@ -50,7 +50,9 @@ _VMAPS = "functions under torch.vmap"
 _interpreters: Any = private("_C._functorch.get_interpreter_stack", "every function")
 _forward_ad: Any = private("autograd.forward_ad", "every function")
 _unwrap_batched: Any = private("_C._functorch._unwrap_batched", _VMAPS)
-_add_batch_dim: Any = private("_functorch.predispatch._add_batch_dim", _VMAPS)
+add_batch_dim: Any = private("_functorch.predispatch._add_batch_dim", _VMAPS)
+"""`add_batch_dim(x, dim, level)`: a tensor with the dimension that the vmap at this level hides."""
+
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
 
@@ -65,6 +67,9 @@ dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", 
 
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers")
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
+
+innermost = torch.func.debug_unwrap
+"""The tensor inside the wrappers of torch.func's transforms."""
 
 REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 GRAD_FN: Any = Tensor.grad_fn.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
@@ -94,9 +99,8 @@ def under_transform() -> bool:
     return torch.compiler.is_compiling() or _interpreters() is not None or _forward_ad._current_level >= 0
 
 
-def under_functional_transform() -> bool:
-    """`under_transform` for torch.compile alone."""
-    return under_functorch() or _forward_ad._current_level >= 0
+NO_TRANSFORM = (None, -1)
+"""The result of `transform_level` if neither torch.func nor forward mode is active."""
 
 
 def transform_level() -> tuple[Any, int]:
@@ -122,17 +126,12 @@ def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
     return found
 
 
-def as_batch(x: Tensor, level: int) -> Tensor:
-    """A tensor whose first dimension is the one that the vmap at this level hides."""
-    return _add_batch_dim(x, 0, level)
-
-
 def zero_of_members(device: torch.device) -> Tensor:
     """A zero `[]` of its own for every member of every active `torch.vmap`."""
     vmaps = vmaps_inside(0)
     zero = innermost(torch.zeros([size for _, size, _ in vmaps], device=device))  # not of a level inside the first vmap
     for level, _, _ in vmaps:
-        zero = as_batch(zero, level)
+        zero = add_batch_dim(zero, 0, level)
     return zero
 
 
@@ -160,12 +159,7 @@ def graph_attribute(func: Any, x: Tensor) -> Any:
 
 def is_wrapped(x: Tensor) -> bool:
     """Whether a transform of torch.func hides the values of a tensor."""
-    return torch.func.debug_unwrap(x, recurse=False) is not x
-
-
-def innermost(x: Tensor) -> Tensor:
-    """The tensor inside the wrappers of torch.func's transforms."""
-    return torch.func.debug_unwrap(x)
+    return innermost(x, recurse=False) is not x
 
 
 def has_values(value: Any) -> bool:
@@ -182,7 +176,7 @@ def is_concrete(x: Tensor) -> bool:
 def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
     with torch_function_disabled():
-        return change_count(torch.func.debug_unwrap(x))
+        return change_count(innermost(x))
 
 
 def function_name(func: Any) -> str:
@@ -197,11 +191,6 @@ def traceable(func: Any) -> Any:
     trace a method of `torch.Tensor` that calls `super()`, and this is the only one that stands for an op.
     """
     return torch.unflatten if func is Tensor.unflatten else func
-
-
-def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
-    """The parameters and the buffers of a module, without those of its children, where it keeps them."""
-    return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
 
 
 def show_to_compiled_modes(functions: Iterable[Any]) -> None:

@@ -49,11 +49,11 @@ _CHOOSING: dict[Any, tuple[str, Any, str]] = {
 }
 _WITH_FLAG = {f for f in vars(_F).values() if "inplace" in getattr(getattr(f, "__code__", None), "co_varnames", ())}
 _OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
-_METHODS = [name for name in dir(Tensor) if name.endswith("_") and name[0] != "_"]
+_METHODS = [name for name in dir(Tensor) if name.endswith("_") and name[0] != "_" and name != "requires_grad_"]
 IN_PLACE_NAMES = frozenset([*_METHODS, *(f"__{name}__" for name in _OPERATORS if hasattr(Tensor, f"__{name}__"))])
-"""The names of methods that change their tensor."""
+"""The names of methods that change the values of their tensor."""
 _IN_PLACE = {
-    *(getattr(Tensor, name) for name in IN_PLACE_NAMES if name != "requires_grad_"),
+    *(getattr(Tensor, name) for name in IN_PLACE_NAMES),
     *(f for home in (torch, _F, nn.init) for name, f in vars(home).items() if name[-1] == "_" != name[0]),
     *(f for name, f in vars(torch).items() if name.startswith("_foreach_") and name[-1] == "_"),
 }
@@ -63,7 +63,7 @@ _IN_PLACE = {
 class StateJournal:
     """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
 
-    `Watch` receives the ops and hands them to `note`. `averages` are the statistics that normalization moves.
+    `Watch(journal)` receives the ops and hands them to `note`. `averages` are the statistics that normalization moves.
     """
 
     # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.

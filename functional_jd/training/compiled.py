@@ -19,7 +19,7 @@ from functional_jd.core.arguments import check_flag, check_function, check_optio
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
-from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
+from functional_jd.torch_compat.torch_internals import NO_TRANSFORM, dispatch_modes, transform_level
 from functional_jd.training.captured import Captured
 
 
@@ -92,7 +92,7 @@ class Compiled:
         while graph is not None and (modes := tuple([x.training for x in graph.modules])) != graph.modes:
             key = (*key, modes)
             graph = self.graphs.get(key)
-        if graph is None or transform_level() != _NO_TRANSFORM or graphs.function_modes():
+        if graph is None or transform_level() != NO_TRANSFORM or graphs.function_modes():
             _check((args, kwargs), first + rest)
         if graph is None:
             with _COMPILING:
@@ -176,7 +176,6 @@ class _Graph(NamedTuple):
 
 
 _RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-_NO_TRANSFORM = (None, -1)
 _MANY = 8  # graphs of one function: mostly not due to shapes
 _TOO_MANY = f"compiled: {_MANY} graphs of one function exist. Pad batches to one size, pass numbers as tensors."
 _COMPILING = Lock()  # torch traces one function at a time
@@ -208,7 +207,7 @@ def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
 def _check(arguments: Any, leaves: list[Any]) -> None:
     """Raise for a call that a graph of plain tensors would get wrong."""
     outer = "Compile the outermost function: compiled(torch.func.grad(f)), compiled(random.keyed(f))."
-    around = ["torch.func"] * (transform_level() != _NO_TRANSFORM) + [type(x).__name__ for x in graphs.function_modes()]
+    around = ["torch.func"] * (transform_level() != NO_TRANSFORM) + [type(x).__name__ for x in graphs.function_modes()]
     if around:
         raise ValueError(f"compiled: expected a call outside of transforms and modes, found {around[0]}. {outer}")
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):

@@ -14,7 +14,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.slow_path import is_out_of_memory
-from functional_jd.torch_compat.torch_internals import under_functional_transform
+from functional_jd.torch_compat.torch_internals import NO_TRANSFORM, transform_level
 from functional_jd.torch_compat.watching import watched
 from functional_jd.training.driver import check_method, observe, prepare, pulled, weighed
 from functional_jd.training.state import StepInfo, TrainState
@@ -85,7 +85,7 @@ def step(
     how: Any = {"scale": state.scale, "buffers": state.buffers, "has_aux": has_aux, "engine": engine}
     plan, chosen, _ = prepare(losses, state.params, batch, aggregator, **how)
     token, plan, used = _opened(plan, state) if plan.differentiable else (None, plan, state)
-    plain = token is None and not (plan.differentiable and under_functional_transform())
+    plain = token is None and not (plan.differentiable and transform_level() != NO_TRANSFORM)
     guarded = optimizer.guarded_update if plain else None  # leaves the state as it was if the step is skipped
     try:
         seen = observe(plan, chosen)

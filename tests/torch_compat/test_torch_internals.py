@@ -116,7 +116,7 @@ def test_modes_see_nothing_where_they_are_switched_off():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_functional_transforms_are_told_from_the_compiler(compiled):
-    f = lambda x: x + internals.under_functional_transform()
+    f = lambda x: x + (internals.transform_level() != internals.NO_TRANSFORM)
     compile_ = partial(torch.compile, fullgraph=True, backend="eager") if compiled else lambda f: f
     x = torch.zeros(2)
     assert compile_(f)(x).tolist() == [0, 0]

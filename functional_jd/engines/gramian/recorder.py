@@ -19,7 +19,7 @@ from functional_jd.engines.gramian.layers import LAYERS, Factors, Form, Layer
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
-    as_batch,
+    add_batch_dim,
     examples_first,
     is_batched,
     traceable,
@@ -187,7 +187,7 @@ class LayerRecorder(WatchingMode):
             # The losses may change what they get in place; torch.compile removes the copy.
             output = output.clone() if self.traced else output
         output = output if len(several) == 1 else output.reshape(*several, *output.shape[1:])
-        return as_batch(output, self.level[0]) if self.m else output
+        return add_batch_dim(output, 0, self.level[0]) if self.m else output
 
 
 def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[tuple[int, Factors | Tensor]]:
@@ -228,7 +228,7 @@ def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:
         several = physical[0].shape[:-3]
         if several and all(x.shape[:-3] == several for x in physical):
             flat: Any = dict(zip(_ATTENTION, [x.flatten(0, -4) for x in physical], strict=False))
-            return as_batch(F.scaled_dot_product_attention(**given | flat).unflatten(0, several), level)
+            return add_batch_dim(F.scaled_dot_product_attention(**given | flat).unflatten(0, several), 0, level)
     with sdpa_kernel(SDPBackend.MATH) if sides[0].is_cpu else nullcontext():
         return F.scaled_dot_product_attention(*args, **kwargs)
 
