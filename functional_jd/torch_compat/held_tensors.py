@@ -134,7 +134,7 @@ class Held:
 
 
 class _Before:
-    """What the places of a call held before its tensors."""
+    """The former tensors of the places of a call."""
 
     def __init__(self, held: Held, gradients: bool):
         self.held, self.gradients = held, gradients
