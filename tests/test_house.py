@@ -16,15 +16,15 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_879  # goal 12,500
-LINES = 23_485  # goal 22,000
+CODE_LINES = 13_826  # goal 12,500
+LINES = 23_411  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
     ("core",): 1_657,  # goal 1,300
-    ("torch_compat",): 1_514,  # goal 1,200
+    ("torch_compat",): 1_443,  # goal 1,200
     ("random",): 798,
     ("solvers",): 1_380,
     ("precision",): 1_105,
