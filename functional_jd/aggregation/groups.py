@@ -75,8 +75,6 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
 
 
 def leaf_groups(params: Any, groups: Mapping[str, View]) -> list[tuple[str, int, str]]:
-    """The groups of the leaves of parameters, in the order of the leaves, whose keys are sorted: their name, how many
-    leaves they are, and which values of the rows their rule needs.
-    """
+    """The groups in the order of their leaves: a name, the number of leaves, which values of rows the rule needs."""
     check_groups(params, groups)
     return [(key, len(tree_leaves(params[key])), groups[key].products) for key in sorted(params)]

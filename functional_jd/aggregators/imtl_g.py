@@ -7,8 +7,8 @@ from functional_jd.aggregation import Aggregator, Gramian, Solver, Weights, gram
 from functional_jd.core.safe import cosines
 from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
-# Projections and sums of weights below these fractions of their terms are rounding.
-_VANISHING, _CANCELLED = 1e-10, 1e-13
+# Projections and sums of weights below these fractions of their terms are rounding, as are sums below eps x condition.
+_VANISHING, _CANCELLED, _EPS = 1e-10, 1e-13, torch.finfo(torch.float64).eps
 
 
 def imtl_g(*, solver: Solver = "host") -> Aggregator:
@@ -36,21 +36,24 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
         found = solve_well_conditioned(C, torch.ones_like(norms))
-        v, attainable = _by_eigenvalues(G, C, norms) if found is None else (found / norms, True)
+        v, resolved = _by_eigenvalues(G, C, norms) if found is None else (found / norms, _CANCELLED)
         total = v.sum()
-        exists = (total.abs() > _CANCELLED * v.abs().sum()) & attainable
+        exists = total.abs() > resolved * v.abs().sum()
         return torch.where(exists, v / torch.where(exists, total, 1), 0 * v)
 
     return stateless(gramian, weigh, on_host=runs_on_host(solver))
 
 
 def _by_eigenvalues(G: Gramian, C: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights before they are scaled to sum to one, and whether equal projections exist."""
+    """Weights before they are scaled to sum to one, and the fraction of their terms that is no rounding of the sum."""
     is_zero = G.diagonal() == 0
-    inverses, projections = pseudo_inverse(torch.stack([C + torch.diag(is_zero.to(C.dtype)), G]))
+    matrices = torch.stack([C + torch.diag(is_zero.to(C.dtype)), G])
+    inverses, projections = pseudo_inverse(matrices)
     independent = projections[0].diagonal().sum() > len(G) - 0.5  # the trace is the rank
     lengths = norms.masked_fill(is_zero, 0)
     least_squares, attained = inverses[1] @ lengths, projections[1] @ lengths
     attainable = independent | (attained.abs().amax() > _VANISHING * lengths.amax())
     equal = inverses[0].sum(-1).masked_fill(is_zero, 0) / norms
-    return torch.where(independent, equal, least_squares), attainable
+    condition = (matrices.diagonal(0, 1, 2).sum(-1) * inverses.diagonal(0, 1, 2).sum(-1)).detach()  # or more
+    resolved = torch.where(independent, *condition).mul(len(G) * _EPS).clamp(min=_CANCELLED)
+    return torch.where(independent, equal, least_squares), torch.where(attainable, resolved, torch.inf)

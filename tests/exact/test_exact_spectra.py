@@ -5,7 +5,7 @@ from decimal import Decimal
 import numpy as np
 from bounds import eps
 from exact.decimals import ZERO, decimals, eigen, length, lengths, precisely, root, unit_rows
-from exact.rows import SOME, degenerate, preferences
+from exact.rows import KINDS, SOME, degenerate, gaussian, preferences
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +81,12 @@ def test_imtl_g(J):
             size = (abs(v) @ lengths(E[nonzero])) / abs(total)
             error = rounding * size * terms / abs(total) / attained
             assert length(w @ E - expected) <= error
+
+
+def test_imtl_g_has_no_weights_for_rows_that_sum_to_zero():
+    for seed in range(60):  # the exact weights sum to zero, the computed ones to the rounding of an inverse
+        J = KINDS["stationary"](gaussian(seed, 6, 5), seed)
+        assert not aggregate(imtl_g(), J).weights.any()
 
 
 @SOME
