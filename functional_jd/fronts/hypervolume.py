@@ -120,8 +120,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         fronts = _fronts(torch.where(finite, points, torch.inf)) & finite.mT
         of_fronts = lambda points: volume(torch.where(fronts.unsqueeze(-1), points, limit), limit).sum()
         slopes = torch.func.grad(of_fronts)(torch.where(finite, points, limit))
-        lengths = torch.linalg.vector_norm(slopes, dim=-1, keepdim=True)
-        return torch.where(finite, divide(-slopes, lengths), torch.nan)
+        return torch.where(finite, divide(-slopes, torch.linalg.vector_norm(slopes, dim=-1, keepdim=True)), torch.nan)
 
     return Population(losses, weigh)
 

@@ -84,8 +84,7 @@ def _search(
     products = rho.unsqueeze(-1) * rho.unsqueeze(-2)
     nearest = solution(C + products, -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
     stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
-    one_row = ((beta + c) / rho).amin(-1, keepdim=True)
-    tau = torch.minimum(one_row, torch.where(stationary, 0, bound(nearest)))
+    tau = torch.minimum(((beta + c) / rho).amin(-1, keepdim=True), torch.where(stationary, 0, bound(nearest)))
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
     ridged, remaining = C + _TOLERANCE * eye, _STEPS
     jumped = torch.zeros_like(stationary)

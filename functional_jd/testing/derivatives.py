@@ -125,8 +125,7 @@ def _check_slopes(
 
     def close(found: Tensor, expected: Tensor, message: str, allowed: Tensor | float = 0.0) -> None:
         error = ((found - expected).abs() / scale).amax(1, keepdim=True)
-        worst = (error - allowed).amax()
-        assert worst <= 2 * TOLERANCE, f"{at}: {message}: off by {error.max():.3g} of the reach"
+        assert (error - allowed).amax() <= 2 * TOLERANCE, f"{at}: {message}: off by {error.max():.3g} of the reach"
 
     numbers = torch.tensor(values, dtype=torch.float64, device=reach.device)
     close(directions(numbers[1])[0], middle, "a tensor gives other directions than the number")
