@@ -97,7 +97,6 @@ def test_one_thought_fits_a_function():
 LONG = {
     "adamw.adamw": "holds `step`, and all that it needs of the hyper-parameters",
     "adapters.from_torch": "holds init, update and their checks, which share the optimizer of torch",
-    "worst_gain._search": "one iteration: its parts would pass a dozen tensors to one another",
     "train.train": "holds the functions of the population, which share its closure",
 }
 """Functions of more than 50 lines, and why they are not parted."""
