@@ -45,7 +45,7 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
 
 
 def _by_eigenvalues(G: Gramian, C: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights before they are scaled to sum to one, and the fraction of their terms that is no rounding of the sum."""
+    """Weights before they are scaled to sum to one, and the fraction of their terms above which a sum counts."""
     is_zero = G.diagonal() == 0
     matrices = torch.stack([C + torch.diag(is_zero.to(C.dtype)), G])
     inverses, projections = pseudo_inverse(matrices)
