@@ -62,8 +62,7 @@ def nan_unless_finite(products: Any, heads: Heads) -> Any:
     if any_sharded(leaves):
         finite = all_finite(heads)
         return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
-    largest = largest_magnitude(leaves)
-    # Zero times what is not finite is NaN.
-    if largest is None:
+    if (largest := largest_magnitude(leaves)) is None:
         return products
+    # Zero times what is not finite is NaN.
     return of_groups(lambda own: torch.add(own, largest.to(own.device), alpha=0), products)

@@ -13,28 +13,22 @@ from functional_jd.core.tree import tree_flatten, tree_unflatten
 def run_on_host(
     function: Callable[..., Any], *inputs: Any, device: torch.device | None = None, apart: bool = False
 ) -> Any:
-    """`function(*inputs)`, computed on the host, with results on the accelerator of the inputs.
+    """`function(*inputs)`, computed on the host, with results on the accelerator of the inputs, or on the `device`.
 
     There, what launches thousands of small kernels takes less than a millisecond, and may look at values. It costs one
     synchronization and about three launches. Without float64 on the accelerator, floating tensors are float64 on the
-    host, and comes back in float32. `function` is not differentiated, but its results may require a gradient.
-
-    Args:
-        inputs: pytrees of tensors, some on an accelerator.
-        device: the accelerator, where it may be that no input stands there.
-        apart: whether every result has memory of its own, which takes a launch each, as `torch.save` needs it.
+    host, and come back in float32. `function` is not differentiated, but its results may require a gradient. `apart`:
+    every result has memory of its own, which takes a launch each, as `torch.save` needs it.
     """
     leaves, structure = tree_flatten(inputs)
     away = [x for x in leaves if not x.is_cpu]
     device = away[0].device if device is None else device
     narrow = not has_float64(device)
     arrived = copied(away, torch.device("cpu"))
-    if narrow:
-        arrived = [x.double() if x.is_floating_point() else x for x in arrived]
+    arrived = [x.double() if narrow and x.is_floating_point() else x for x in arrived]
     rest = iter(arrived)
-    found, found_structure = tree_flatten(
-        function(*tree_unflatten(structure, [x if x.is_cpu else next(rest) for x in leaves]))
-    )
+    there = tree_unflatten(structure, [x if x.is_cpu else next(rest) for x in leaves])
+    found, found_structure = tree_flatten(function(*there))
     # What is returned as it was given stays where it was; what is returned twice stays one tensor.
     known = {id(x): original for x, original in zip(arrived, away, strict=True)}
     new = list({id(x): x for x in found if id(x) not in known}.values())

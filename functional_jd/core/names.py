@@ -1,6 +1,6 @@
 """The names of the objectives."""
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -9,9 +9,6 @@ from torch import Tensor
 from functional_jd.core.arguments import here, refuse
 from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses
-
-# What can be iterated, but holds no names, or in no order.
-_NO_NAMES = (str, bytes, Set, Iterator, Tensor)
 
 
 def objective_names(losses: Losses) -> list[str]:
@@ -42,22 +39,20 @@ def objective_names(losses: Losses) -> list[str]:
             )
         for index in product(*map(range, leaf.shape)):
             indices = ", ".join(map(str, index))
-            single = isinstance(losses, Tensor)
-            names.append((indices or "loss") if single else f"{name}[{indices}]" if index else name)
+            if isinstance(losses, Tensor):
+                names.append(indices or "loss")
+            else:
+                names.append(f"{name}[{indices}]" if index else name)
     return names
 
 
 def names_or_indices(names: Any, m: int) -> list[str]:
-    """Return the m given names, or the row indices for `names=None`.
-
-    Raises:
-        TypeError: `names` is not a list of names.
-        ValueError: the number of names is not m.
-    """
+    """Return the m given names, or the row indices for `names=None`."""
     cure = "objective_names(losses) returns them in the order of the rows."
-    if names is not None and (not isinstance(names, Iterable) or isinstance(names, _NO_NAMES)):
+    if names is None:
+        return [str(i) for i in range(m)]
+    if not isinstance(names, Sequence) or isinstance(names, str):  # a set has no order
         refuse("names", "a list of names", names, cure)
-    chosen = [str(i) for i in range(m)] if names is None else [str(name) for name in names]
-    if len(chosen) != m:
-        raise ValueError(f"{here()}: expected one name for each of {m} objectives, found {len(chosen)}. {cure}")
-    return chosen
+    if len(names) != m:
+        raise ValueError(f"{here()}: expected one name for each of {m} objectives, found {len(names)}. {cure}")
+    return list(map(str, names))

@@ -13,23 +13,20 @@ from functional_jd.core.tree import check_layouts, tree_leaves, tree_names
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
-# The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
-# made. On an accelerator, where launches cost more than memory, only that copy matters: 256 MB.
+# The number of elements cast to float64 at once, which fit in the cache; on an accelerator, where launches cost more
+# than memory, 256 MB.
 _CACHED, _CACHED_ELSEWHERE = 1 << 17, 1 << 25
 # From so many rows on, computing one off-diagonal block instead of both is faster on a CPU than the full product.
 HALVE_FROM = 128
 # On an accelerator, rows of so many elements are joined, so that one launch serves several leaves: 64 MB.
 _JOINED_ELSEWHERE = 1 << 24
 # Of many rows, a block has at least so many columns, and twice as many as rows: where the m^2 results leave the cache,
-# putting together and adding up those of narrow blocks costs more than the products. At m = 1500 and n = 2273, blocks
-# of 1024 columns take twice as long.
+# adding up those of narrow blocks costs more than the products.
 LEAST_WIDTH = 1 << 10
 
 
 def row_count(jacobian: Tree, leaves: list[Tensor] | None = None) -> int:
     """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, if they are known."""
-    rows: list[int] = []
-    uneven = False  # not from a set or dict of sizes: torch.compile would compile anew for each
     leaves = tree_leaves(jacobian) if leaves is None else leaves
     for index, leaf in enumerate(leaves):
         dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided
@@ -39,21 +36,18 @@ def row_count(jacobian: Tree, leaves: list[Tensor] | None = None) -> int:
                 f"in {tree_names(jacobian)[index]!r}. Stack one gradient per objective along the first dimension, and "
                 "register other containers with torch.export.register_dataclass."
             )
-        rows.append(leaf.shape[0])
-        uneven = uneven or leaf.shape[0] != rows[0]
+        if leaf.shape[0] != leaves[0].shape[0]:
+            names = tree_names(jacobian)
+            raise ValueError(
+                f"{here()}: every leaf must have the same number of rows, found {len(leaves[0])} in {names[0]!r} and "
+                f"{len(leaf)} in {names[index]!r}. Did you mix Jacobians of different losses?"
+            )
     check_layouts(leaves, jacobian)
-    if uneven:
-        names = tree_names(jacobian)
-        found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
-        raise ValueError(
-            f"{here()}: every leaf must have the same number of rows, found {found}. "
-            "Did you mix Jacobians of different losses?"
-        )
-    if not rows or rows[0] == 0:
+    if not leaves or leaves[0].shape[0] == 0:
         raise ValueError(
             f"{here()}: needs at least one row (one objective), found none. Is a pytree of losses or parameters empty?"
         )
-    return rows[0]
+    return leaves[0].shape[0]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -96,7 +90,7 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Matrices with the columns of these leaves `[m, *p]`. Narrow neighbours are joined: adding up m^2 results of each
     would cost more than the products. With each matrix, how many columns it has of each.
     """
-    matrices = [leaf if leaf.ndim == 2 else as_matrix(leaf) for leaf in leaves]
+    matrices = list(map(as_matrix, leaves))
     widths = [x.shape[1] for x in matrices]
     kinds = [((x.dtype, x.device), x.shape[1]) for x in matrices]
     found: list[tuple[Tensor, list[int]]] = []

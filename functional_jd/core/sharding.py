@@ -21,33 +21,15 @@ if torch.distributed.is_available():
     # DTensor imports it late, and defaults of its functions then keep a group for ever: see `distributed.leave`.
     import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
 
-_OPERATORS: Any = private("ops._c10d_functional", "replicas")
-"""Collectives as operators, which torch.compile and make_fx trace."""
-
-
-def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
-    """Apply a collective to the tensors that all ranks of a group pass at the same time.
-
-    Args:
-        kind: `"sum"`, `"mean"`, `"least"`, `"most"` and `"first"` keep the shape; `"scatter"` adds up `[R, ...]` and
-            returns this rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: they are
-            what the derivatives of `"sum"` and `"mean"` are adjoint to, the value itself and a share 1/R of it.
-        value: the same shape and dtype on all ranks.
-        group, size: the name of the process group, and its number of ranks R.
-    """
-    result: Any = _Collective.apply(value, kind, group, size)
-    return result
-
+# Collectives as operators, which torch.compile and make_fx trace.
+_ops: Any = private("ops._c10d_functional", "replicas")
 
 _ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter", "same": "sum", "mean": "share", "share": "mean"}
-
 _REDUCTIONS = {"sum": "sum", "mean": "sum", "least": "min", "most": "max"}
-
 # NCCL takes no others of 16 bits than floating ones, and none of 32 bits without a sign.
 _SENT_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-
+# Rows of more elements are scattered one by one: together they would be copied, as ranks come before rows.
 _LARGE = 1 << 20
-"""Rows of more elements are scattered one by one: together they would be copied, as ranks come before rows."""
 
 
 class _Collective(Function):
@@ -63,24 +45,15 @@ class _Collective(Function):
         if kind == "share":
             return value / replicas
         dtype, value = value.dtype, value.to(_SENT_AS.get(value.dtype, value.dtype)).contiguous()
-        ops, wait = _OPERATORS, _OPERATORS.wait_tensor
-        try:
-            if kind in _REDUCTIONS:
-                result = ops.all_reduce(value / replicas if kind == "mean" else value, _REDUCTIONS[kind], name)
-            elif kind == "first":
-                result = ops.broadcast(value, 0, name)
-            elif kind == "scatter":
-                result = ops.reduce_scatter_tensor(value, "sum", replicas, name).squeeze(0)
-            else:
-                result = ops.all_gather_into_tensor(value.unsqueeze(0), replicas, name)
-            return wait(result).to(dtype)
-        except RuntimeError as error:
-            found = str(error).partition("\n")[0]
-            raise RuntimeError(
-                f"distributed: expected an answer of all {replicas} replicas, found {found!r}. "
-                "A replica stopped, fell out of step or hangs: read the first error of all processes, and restart from "
-                "the last checkpoint."
-            ) from error
+        if kind in _REDUCTIONS:
+            result = _ops.all_reduce(value / replicas if kind == "mean" else value, _REDUCTIONS[kind], name)
+        elif kind == "first":
+            result = _ops.broadcast(value, 0, name)
+        elif kind == "scatter":
+            result = _ops.reduce_scatter_tensor(value, "sum", replicas, name).squeeze(0)
+        else:
+            result = _ops.all_gather_into_tensor(value.unsqueeze(0), replicas, name)
+        return _ops.wait_tensor(result).to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -107,6 +80,17 @@ class _Collective(Function):
             rows = [_Collective.apply(row, *collective_args) for row in value.unbind(in_dims[0])]
             return torch.stack(rows), 0
         return _Collective.apply(value.movedim(in_dims[0], -1), *collective_args), -1
+
+
+def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
+    """What becomes of a tensor that all ranks of a group, by its name, pass at the same time, in one shape and dtype.
+
+    `"sum"`, `"mean"`, `"least"`, `"most"` and `"first"` keep the shape; `"scatter"` adds up `[R, ...]` and returns this
+    rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: the value itself and 1/R of it
+    are what the derivatives of `"sum"` and `"mean"` are adjoint to.
+    """
+    result: Any = _Collective.apply(value, kind, group, size)
+    return result
 
 
 def is_sharded(leaf: Any) -> bool:
@@ -147,10 +131,14 @@ def same_layout(leaf: Any, other: Any) -> bool:
     return leaf.device_mesh == other.device_mesh and leaf.placements == other.placements
 
 
-def shard_dims(leaf: Any) -> tuple[tuple[Any, int], ...]:
-    """The dimensions of meshes over which a leaf is sharded: pairs of a mesh and a dimension."""
-    placements = leaf.placements if is_sharded(leaf) else ()
-    return tuple((leaf.device_mesh, dim) for dim, placement in enumerate(placements) if placement.is_shard())
+def by_shards(leaves: Sequence[Any]) -> dict[tuple[tuple[Any, int], ...], list[int]]:
+    """The places of leaves, by what they are sharded over: pairs of a mesh and one of its dimensions."""
+    groups: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        placements = leaf.placements if is_sharded(leaf) else ()
+        key = tuple((leaf.device_mesh, dim) for dim, placement in enumerate(placements) if placement.is_shard())
+        groups.setdefault(key, []).append(index)
+    return groups
 
 
 def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
@@ -158,15 +146,10 @@ def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
 
     A dimension of the mesh that replicates a leaf adds nothing: its ranks hold the same entries.
     """
-    groups: dict[Any, list[Tensor]] = {}
-    for part, leaf in zip(parts, leaves, strict=True):
-        groups.setdefault(shard_dims(leaf), []).append(part)
-    sums: list[Tensor] = []
-    for key, members in groups.items():
-        total = reduce(torch.add, members)
-        for mesh, dim in key:
-            total = over_dimension("sum", total, mesh, dim)
-        sums.append(total)
+    sums = [
+        over_dimensions("sum", reduce(torch.add, [parts[k] for k in own]), dims)
+        for dims, own in by_shards(leaves).items()
+    ]
     return reduce(torch.add, sums)
 
 
@@ -184,7 +167,12 @@ def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
 
 def over_mesh(kind: str, value: Tensor, mesh: Any) -> Tensor:
     """A collective that keeps shapes, over all ranks of a mesh."""
-    for dim in range(mesh.ndim):
+    return over_dimensions(kind, value, [(mesh, dim) for dim in range(mesh.ndim)])
+
+
+def over_dimensions(kind: str, value: Tensor, dims: Sequence[tuple[Any, int]]) -> Tensor:
+    """The same over the ranks along some dimensions of meshes."""
+    for mesh, dim in dims:
         value = over_dimension(kind, value, mesh, dim)
     return value
 
@@ -198,51 +186,6 @@ def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
     """A collective over the ranks along one dimension of a mesh."""
     group = mesh.get_group(dim)
     return collective(kind, value, group.group_name, group.size())
-
-
-def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
-    """The whole leaf from the shards of all ranks, contiguous, differentiable and with a vmap rule.
-
-    Its gradient is the sum over the ranks, scattered; also where the leaf is replicated, or no `DTensor`: then the sum
-    is on every rank.
-    """
-    for dim in reversed(range(mesh.ndim)):
-        cut = _cut(like, mesh, dim)
-        if cut is None:
-            shard = over_dimension("same", shard, mesh, dim)
-            continue
-        along, size, _ = cut
-        chunk = _padded(shard.movedim(along, 0), -(-size // mesh.size(dim)))
-        shard = over_dimension("gather", chunk, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
-    return shard.contiguous()  # as views and products of a whole leaf find it, whichever dimension is sharded
-
-
-def scattered(gradient: Tensor, like: Any, mesh: Any) -> Tensor:
-    """The adjoint of `gathered`: the sum over the ranks of gradients of a whole leaf, this rank's shard of it."""
-    for dim in range(mesh.ndim):
-        cut, ranks = _cut(like, mesh, dim), mesh.size(dim)
-        if cut is None:
-            gradient = over_dimension("sum", gradient, mesh, dim)
-            continue
-        along, size, length = cut
-        chunks = _padded(gradient.movedim(along, 0), -(-size // ranks) * ranks).unflatten(0, (ranks, -1))
-        gradient = over_dimension("scatter", chunks, mesh, dim)[:length].movedim(0, along)
-    return gradient
-
-
-def _cut(like: Any, mesh: Any, dim: int) -> tuple[int, int, int] | None:
-    """How this dimension of the mesh cuts a leaf: its dimension, the size there before, and this rank's length."""
-    placement = like.placements[dim] if is_sharded(like) else None
-    if placement is None or not placement.is_shard():
-        return None
-    before = [i for i in range(dim) if like.placements[i].is_shard(placement.dim)]
-    size = shard_range(like.shape[placement.dim], mesh, before)[1]
-    return placement.dim, size, shard_range(size, mesh, [dim])[1]
-
-
-def _padded(x: Tensor, length: int) -> Tensor:
-    """The tensor with zeros behind it, up to this length."""
-    return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])]) if len(x) < length else x
 
 
 def gathered_leaf(leaf: Any) -> Tensor:

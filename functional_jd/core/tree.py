@@ -17,13 +17,14 @@ from functional_jd.core.arguments import described, here
 from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, shard_of, sharded_as
-from functional_jd.core.types import Tree
+from functional_jd.core.types import PLAIN_TENSORS, Tree
 from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes
 
 NAMESPACE = "functional_jd"
 
-_TENSORS = {Tensor}
-_WHOLE = {Tensor, torch.nn.Parameter}
+_TENSORS = set(PLAIN_TENSORS)
+
+CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple}
 
 Structure = Any
 """The structure that `tree_flatten` returns and `tree_unflatten` takes; hashable."""
@@ -35,7 +36,7 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
         return _traced_flatten(tree)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
-    if kinds == _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
+    if kinds <= _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
         return leaves, (structure, None)  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
@@ -97,9 +98,6 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return tree_unflatten(structure, list(map(f, leaves)))
 
 
-CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple}
-
-
 def own_containers(tree: Any) -> Any:
     """Return the same leaves in other containers, so that what a function adds to dicts and lists stays with it."""
     return tree_map(lambda leaf: leaf, tree)
@@ -115,9 +113,7 @@ def detach_tree(tree: Tree) -> Tree:
 
 
 def tree_names(tree: Tree) -> list[str]:
-    """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, and the names of a record's fields. A
-    single tensor is named `"value"`.
-    """
+    """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, fields; "value" of one tensor."""
     _, structure = tree_flatten(tree)
     names = [name or "value" for name, kind in named_nodes(structure) if kind is None]
     kinds = structure[1] or [None] * len(names)
@@ -149,18 +145,13 @@ def described_leaves(tree: Tree) -> list[str]:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Whether every value of a pytree of floating-point tensors is finite, bool `[]`: by the largest magnitude, ten
-    times faster on a CPU than `isfinite(leaf).all()`.
-    """
+    """Whether every value of a pytree of floating-point tensors is finite, bool `[]`; `isfinite` takes ten times."""
     leaves = tree_leaves(tree)
     sharded = any_sharded(leaves)
-    shards = list(map(shard_of, leaves)) if sharded else leaves
-    largest = largest_magnitude(shards)
-    if largest is None:  # the device of a flag matters to those who add it up over the ranks
-        finite = torch.ones((), dtype=torch.bool, device=shards[0].device if sharded else None)
-    else:
-        finite = largest < torch.inf
-    return agreed(finite, leaves) if sharded else finite
+    largest = largest_magnitude(list(map(shard_of, leaves)) if sharded else leaves)
+    if largest is None:
+        largest = torch.zeros((), device=leaves[0].device if sharded else None)
+    return agreed(largest < torch.inf, leaves) if sharded else largest < torch.inf
 
 
 def shards_of(tree: Tree) -> Tree:
@@ -175,20 +166,16 @@ def tree_sharded_as(shards: Tree, like: Tree, rows: int = 0) -> Tree:
 
 def any_sharded(leaves: list[Any]) -> bool:
     """Whether some leaf is a `DTensor`."""
-    if torch.compiler.is_compiling() or _WHOLE.issuperset(map(type, leaves)):  # a step asks so often that it counts
+    if torch.compiler.is_compiling() or _TENSORS.issuperset(map(type, leaves)):  # a step asks so often that it counts
         return False
     return any(map(is_sharded, leaves))
 
 
 def check_layouts(leaves: list[Any], tree: Tree) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
-    if not any_sharded(leaves):
-        return
-    from torch.distributed.tensor import Replicate, Shard
-
-    for index, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves if any_sharded(leaves) else ()):
         for placement in leaf.placements if is_sharded(leaf) else ():
-            if type(placement) not in (Shard, Replicate):
+            if type(placement).__name__ not in ("Shard", "Replicate"):  # subclasses cut in another order
                 raise ValueError(
                     f"{here()}: expected DTensors with the placements Shard and Replicate, found {placement} in "
                     f"{tree_names(tree)[index]!r}. Redistribute it: leaf.redistribute(placements=[Replicate()])."
@@ -219,8 +206,7 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
                 f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex ones as "
                 "torch.view_as_real(p). Pass buffers and settings as further arguments of the losses."
             )
-    if not (torch.compiler.is_compiling() or _WHOLE.issuperset(map(type, leaves))):
-        check_layouts(leaves, params)
+    check_layouts(leaves, params)
     if some and not leaves:
         raise ValueError(
             f"{here()}{part}: expected at least one parameter tensor, found an empty tree. Pass for instance "

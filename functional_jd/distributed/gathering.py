@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from functional_jd.core.agreement import check_alike, description, means_if_alike
-from functional_jd.core.sharding import gathered, over_mesh, scattered
+from functional_jd.core.sharding import is_sharded, over_dimension, over_mesh, shard_range
 from functional_jd.core.tree import tree_map
 from functional_jd.objectives.over_shards import Leaf, not_gathered_here
 from functional_jd.torch_compat.torch_internals import version
@@ -180,3 +180,48 @@ _WITHOUT_NUMBERS = {attribute.__get__ for attribute in _ATTRIBUTES} | {
     Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, Tensor.is_complex, Tensor.is_floating_point,
     torch.numel, torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
+
+
+def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
+    """The whole leaf from the shards of all ranks, contiguous, differentiable and with a vmap rule.
+
+    Its gradient is the sum over the ranks, scattered; also where the leaf is replicated, or no `DTensor`: then the sum
+    is on every rank.
+    """
+    for dim in reversed(range(mesh.ndim)):
+        cut = _cut(like, mesh, dim)
+        if cut is None:
+            shard = over_dimension("same", shard, mesh, dim)
+            continue
+        along, size, _ = cut
+        chunk = _padded(shard.movedim(along, 0), -(-size // mesh.size(dim)))
+        shard = over_dimension("gather", chunk, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
+    return shard.contiguous()  # as views and products of a whole leaf find it, whichever dimension is sharded
+
+
+def scattered(gradient: Tensor, like: Any, mesh: Any) -> Tensor:
+    """The adjoint of `gathered`: the sum over the ranks of gradients of a whole leaf, this rank's shard of it."""
+    for dim in range(mesh.ndim):
+        cut, ranks = _cut(like, mesh, dim), mesh.size(dim)
+        if cut is None:
+            gradient = over_dimension("sum", gradient, mesh, dim)
+            continue
+        along, size, length = cut
+        chunks = _padded(gradient.movedim(along, 0), -(-size // ranks) * ranks).unflatten(0, (ranks, -1))
+        gradient = over_dimension("scatter", chunks, mesh, dim)[:length].movedim(0, along)
+    return gradient
+
+
+def _cut(like: Any, mesh: Any, dim: int) -> tuple[int, int, int] | None:
+    """How this dimension of the mesh cuts a leaf: its dimension, the size there before, and this rank's length."""
+    placement = like.placements[dim] if is_sharded(like) else None
+    if placement is None or not placement.is_shard():
+        return None
+    before = [i for i in range(dim) if like.placements[i].is_shard(placement.dim)]
+    size = shard_range(like.shape[placement.dim], mesh, before)[1]
+    return placement.dim, size, shard_range(size, mesh, [dim])[1]
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """The tensor with zeros behind it, up to this length."""
+    return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])]) if len(x) < length else x

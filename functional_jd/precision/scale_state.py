@@ -9,7 +9,6 @@ from torch import Tensor
 from functional_jd.core.arguments import (
     ABOVE_0_TO_1,
     Domain,
-    check_device,
     check_integer,
     check_mapping,
     check_number,
@@ -93,7 +92,6 @@ def scale_state(
     given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
     for name, value in (given | {"growth_interval": growth_interval}).items():
         _check(name, value, _DEFAULTS)
-    check_device(device)
     wide = torch.float64 if device is None else widest(torch.device(device))
     return ScaleState(
         scale=torch.full(sizes, init_scale, dtype=torch.float32, device=device),
@@ -129,7 +127,6 @@ def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
     Returns:
         `ScaleState` with two tensors `[]`, and `()` for what says how a scale changes.
     """
-    check_device(device)
     one = torch.ones((), dtype=torch.float32, device=device)
     return ScaleState(one, torch.zeros((), dtype=torch.int32, device=device), (), (), ())
 
@@ -174,7 +171,6 @@ def scale_state_from_dict(
     """
     cure = "Pass GradScaler.state_dict() unchanged, or start again with scale_state()."
     check_mapping("entries", entries, cure)
-    check_device(device)
     if wrong := sorted(map(str, entries.keys() ^ _ENTRIES.keys())):
         raise ValueError(
             f"{here()}: entries must have the keys {list(_ENTRIES)}, found missing or unknown {wrong}. {cure} A "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_device, is_size, refuse
+from functional_jd.core.arguments import is_size, refuse
 from functional_jd.core.float64 import has_float64
 from functional_jd.torch_compat.torch_internals import dispatch_modes, torch_function_disabled, under_transform
 
@@ -58,7 +58,6 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea). The
         mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
     """
-    check_device(device)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         cure = "Convert it with int(...), or take it modulo 2**64."
         refuse("seed", "a Python integer of at most 64 bits", seed, cure, ValueError)

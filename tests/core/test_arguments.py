@@ -17,7 +17,6 @@ from functional_jd.core.arguments import (
     NOT_NEGATIVE,
     POSITIVE,
     at_least,
-    check_device,
     check_flag,
     check_function,
     check_integer,
@@ -45,7 +44,6 @@ from functional_jd.core.arguments import (
         ("name", "'name'"),
         ("x" * 100, "str that is too long to show"),
         (10**400, "int that is too long to show"),
-        (10**5000, "int that is too long to show"),  # more digits than Python writes
         ([1, 2], "list"),
         (int, "the class int"),
     ],
@@ -78,28 +76,20 @@ def test_numbers_of_a_range_pass(x):
 REFUSED = {
     "flag": (lambda: check_flag("x", 1), TypeError, "True or False, found 1. Pass x=True"),
     "integer": (lambda: check_integer("x", True, 0, "Pass 1."), ValueError, "at least 0, found True. Pass 1."),
-    "tensor": (lambda: check_integer("x", torch.tensor(1), 0, "Pass 1."), TypeError, "Python integer, as loops"),
+    "tensor": (lambda: check_integer("x", torch.tensor(1), 0, "Pass 1."), ValueError, "at least 0, found torch.int64"),
     "large": (lambda: check_integer("x", 2**31, 0, "Pass 1."), ValueError, "at least 0, found 2147483648."),
     "no number": (lambda: check_number("x", "1", at_least(0), "Pass 1."), TypeError, ">= 0, found '1'. Pass 1."),
-    "huge": (
-        lambda: check_number("x", 10**400, at_least(0), "Pass 1."),
-        ValueError,
-        ">= 0, found int that is too long",
-    ),
     "vector": (lambda: check_scalar("x", torch.ones(2), "Pass 1."), ValueError, "found torch.float32 [2]. Pass 1."),
     "function": (lambda: check_function("x", 1, "Pass len."), TypeError, "a function, found int. Pass len."),
     "record": (lambda: check_type("x", "1", int, "Pass 1."), TypeError, "a int, found '1'. Pass 1."),
     "keys": (lambda: check_mapping("x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found dict. Pass {}."),
     "option": (lambda: check_option("x", 1, ("a", "b"), "Pass a."), ValueError, "one of a, b, found 1. Pass a."),
-    "device": (lambda: check_device("gpu"), ValueError, "or its name, found 'gpu'. Pass for instance"),
-    "no name": (lambda: check_device(""), ValueError, "or its name, found ''. Pass for instance"),
-    "index": (lambda: check_device(1.5), TypeError, "or its name, found 1.5. Pass for instance"),
 }
 
 
 @pytest.mark.parametrize(("check", "error", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_is_refused_with_place_finding_and_cure(check, error, words):
-    with pytest.raises(error, match=r"^functional_jd: (x|device) must be ") as raised:
+    with pytest.raises(error, match=r"^functional_jd: x must be ") as raised:
         check()
     assert words in str(raised.value)
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import functional_jd as fj
 from functional_jd import distributed
-from functional_jd.core.sharding import gathered
+from functional_jd.distributed.gathering import gathered
 
 
 def check_the_functions_of_a_step_by_hand():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
 from functional_jd import distributed
-from functional_jd.core.sharding import gathered
+from functional_jd.distributed.gathering import gathered
 
 
 def check_checkpoints_take_parameters_as_arguments():
