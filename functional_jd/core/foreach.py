@@ -62,17 +62,15 @@ def copy_each(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     if alike and [*map(Tensor.stride, to)] == [*map(Tensor.stride, given)]:
         _copy_each(list(to), list(given))
         return
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for target, x in zip(to, given, strict=True):
         if x.requires_grad:
             target.copy_(x)
             continue
         key = target.dtype, x.dtype, target.is_cpu, target.stride() == x.stride()
-        targets, sources = groups.setdefault(key, ([], []))
-        targets.append(target)
-        sources.append(x)
-    for targets, sources in groups.values():
-        _copy_each(targets, sources)
+        groups.setdefault(key, []).append((target, x))
+    for pairs in groups.values():
+        _copy_each(*map(list, zip(*pairs, strict=True)))
 
 
 def clone_each(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,13 +1,12 @@
 """Heads apart from rows: the one place that knows a `MultitaskJacobian` from a Jacobian of rows only."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.rows import of_distinct
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Tree
 
@@ -49,20 +48,14 @@ def direction_with_heads(direction: Direction, heads: Heads) -> Direction:
     return {"shared": direction, "heads": heads[0]} if heads else direction
 
 
-def of_groups(f: Callable[..., Any], *values: Any) -> Any:
-    """`f` of values that are tensors, or group by group of dicts of them."""
-    first = values[0]
-    return f(*values) if isinstance(first, Tensor) else {key: f(*(value[key] for value in values)) for key in first}
-
-
 def nan_unless_finite(products: Any, heads: Heads) -> Any:
     """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
     if not heads or not (leaves := tree_leaves(heads)):
         return products
     if any_sharded(leaves):
         finite = all_finite(heads)
-        return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
+        return of_distinct(lambda own: torch.where(finite, own, torch.nan), products)
     if (largest := largest_magnitude(leaves)) is None:
         return products
     # Zero times what is not finite is NaN.
-    return of_groups(lambda own: torch.add(own, largest.to(own.device), alpha=0), products)
+    return of_distinct(lambda own: torch.add(own, largest.to(own.device), alpha=0), products)

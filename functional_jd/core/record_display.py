@@ -1,13 +1,14 @@
 """Short `repr`s of records as tables: structure, shapes, element counts and the values that fit."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.torch_internals import has_values, pytree_nodes
+from functional_jd.core.tree import children, tree_leaves
+from functional_jd.torch_compat.torch_internals import has_values
 
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """A title, the column headers (may be empty), and rows of cells. Leading spaces in a cell indent it."""
@@ -19,9 +20,7 @@ _MAX_VALUES, MAX_ROWS, _LONGEST = 6, 20, 1000
 
 
 def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type[Record]]:
-    """Class decorator: display the records of a class by `table(record)`: `outline`, or a function of the class.
-    It must accept fields of any type, as transforms replace them; `has_values` tells whether one can be read.
-    """
+    """Class decorator: display records by a table, whatever transforms put into their fields (see `has_values`)."""
 
     def decorate(record: type[Record]) -> type[Record]:
         def __repr__(self: Any) -> str:  # noqa: N807
@@ -34,23 +33,6 @@ def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type
         return record
 
     return decorate
-
-
-def children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the names and children of a container, or `None` for any other object."""
-    if isinstance(value, Mapping):
-        return [(str(key), child) for key, child in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(getattr(value, "_fields"), value, strict=True))  # noqa: B009
-    if isinstance(value, list | tuple):
-        return [(str(index), child) for index, child in enumerate(value)]
-    node = pytree_nodes.get(type(value))
-    if node is None:
-        return None
-    if node.flatten_with_keys_fn is None:
-        return [(str(index), child) for index, child in enumerate(node.flatten_fn(value)[0])]
-    keyed: Any = node.flatten_with_keys_fn(value)[0]
-    return [(str(key).strip(".[]'"), child) for key, child in keyed]
 
 
 def outline(value: Any) -> Table:
@@ -107,9 +89,7 @@ def _summary(value: Any) -> str:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for _, child in children(value) or [] for leaf in _tensors(child)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def _dtypes_and_devices(value: Any) -> str:

@@ -6,7 +6,7 @@ Dict keys are sorted, so two dicts with the same keys have the same structure, w
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from functional_jd.core.arguments import described, here
 from functional_jd.core.foreach import largest_magnitude
-from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, shard_of, sharded_as
 from functional_jd.core.types import PLAIN_TENSORS, Tree
 from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes
@@ -136,6 +135,22 @@ def named_nodes(structure: Structure) -> list[tuple[str, Any]]:
 
     visit(structure[0], ())
     return found
+
+
+def children(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the names and children of a container, or `None` for any other object."""
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", map(str, range(len(value))))
+        return list(zip(names, value, strict=True))
+    node = pytree_nodes.get(type(value))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is None:
+        return children(list(node.flatten_fn(value)[0]))
+    keyed: Any = node.flatten_with_keys_fn(value)[0]
+    return [(str(key).strip(".[]'"), child) for key, child in keyed]
 
 
 def described_leaves(tree: Tree) -> list[str]:

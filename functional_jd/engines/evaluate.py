@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, here, refuse
-from functional_jd.core.record_display import children
-from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
+from functional_jd.core.tree import CONTAINERS, children, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.functional import run_traced

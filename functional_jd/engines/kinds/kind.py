@@ -10,8 +10,8 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combine, combined, products_of_rows
 from functional_jd.aggregation.observation import Products
 from functional_jd.aggregation.views import gramian_of_leaves, norms
-from functional_jd.core.heads import direction_with_heads, nan_unless_finite, of_groups, split_heads
-from functional_jd.core.rows import at_least_float32
+from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
+from functional_jd.core.rows import at_least_float32, of_distinct
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
 from functional_jd.engines.evaluate import check_weights, objective_count, row_scales
@@ -194,7 +194,7 @@ def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
     def masked(own: Tensor) -> Tensor:
         return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
 
-    return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows
+    return of_distinct(masked, products), rows
 
 
 def finite_rows(products: Products, flags: int) -> Tensor:
