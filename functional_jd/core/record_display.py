@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from functional_jd.core.tree import children, tree_leaves
+from functional_jd.core.tree import tree_leaves
 from functional_jd.torch_compat.torch_internals import has_values
 
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
@@ -36,9 +36,8 @@ def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type
 
 
 def outline(value: Any) -> Table:
-    """Return a table with one row for each child; only the values of numbers and of short vectors are read."""
-    rows = [[name, _summary(child), _dtypes_and_devices(child)] for name, child in children(value) or []]
-    return type(value).__name__, [], rows
+    """Return a table with one row for each field; only the values of numbers and of short vectors are read."""
+    return type(value).__name__, [], [[name, *_cells(field)] for name, field in value._asdict().items()]
 
 
 def number(value: Any) -> str:
@@ -61,42 +60,36 @@ def as_text(table: Table) -> str:
     title, headers, rows = table
     lines = [headers, *rows] if headers else rows
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [
-        "  ".join(
-            cell.rjust(width) if headers and column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return "\n".join([title, *("  " + line.rstrip() for line in padded)])
+    text = [title]
+    for line in lines:
+        pairs = enumerate(zip(line, widths, strict=True))
+        cells = [cell.rjust(width) if headers and column else cell.ljust(width) for column, (cell, width) in pairs]
+        text.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(text)
 
 
-def _summary(value: Any) -> str:
-    """Return the values of a short vector or their range, the shape of another tensor, or how much a container has."""
+def _cells(value: Any) -> list[str]:
+    """The values of a short vector, the shape of another tensor, or how much a pytree has; and the dtypes."""
+    leaves: list[Any] = tree_leaves(value)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
+    kinds += "".join(f" on {device}" for device in sorted({str(x.device) for x in tensors} - {"cpu"}))
     if isinstance(value, Tensor):
-        if value.ndim > 1 or value.numel() > _LONGEST or not has_values(value):
-            return f"tensor {list(value.shape)}"  # without the word, a shape could be read as values
-        numbers = value.detach().reshape(-1).tolist()
-        if value.ndim == 0:
-            return number(numbers[0])
-        return f"[{', '.join(map(number, numbers))}]" if len(numbers) <= _MAX_VALUES else ranged(numbers)
-    if children(value) is None:
-        return getattr(value, "__qualname__", type(value).__name__)
-    leaves = _tensors(value)
-    count = sum(leaf.numel() for leaf in leaves)
-    tensors = "1 tensor" if len(leaves) == 1 else f"{len(leaves)} tensors"
-    return f"{tensors}, {count:,} {'number' if count == 1 else 'numbers'}" if leaves else "empty"
+        return [_numbers(value), kinds]
+    if value is None or any(leaf is value for leaf in leaves):
+        return [getattr(value, "__qualname__", type(value).__name__), ""]
+    count = sum(x.numel() for x in tensors)
+    several, many = "" if len(tensors) == 1 else "s", "" if count == 1 else "s"
+    return [f"{len(tensors)} tensor{several}, {count:,} number{many}" if tensors else "empty", kinds]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-
-
-def _dtypes_and_devices(value: Any) -> str:
-    tensors = _tensors(value)
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-    devices = {str(tensor.device) for tensor in tensors} - {"cpu"}
-    return ", ".join(sorted(dtypes)) + "".join(f" on {device}" for device in sorted(devices))
+def _numbers(x: Tensor) -> str:
+    if x.ndim > 1 or x.numel() > _LONGEST or not has_values(x):
+        return f"tensor {list(x.shape)}"  # without the word, a shape could be read as values
+    numbers = x.detach().reshape(-1).tolist()
+    if x.ndim == 0:
+        return number(numbers[0])
+    return f"[{', '.join(map(number, numbers))}]" if len(numbers) <= _MAX_VALUES else ranged(numbers)
 
 
 def ranged(numbers: list[Any]) -> str:

@@ -6,7 +6,7 @@ Dict keys are sorted, so two dicts with the same keys have the same structure, w
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -126,31 +126,12 @@ def named_nodes(structure: Structure) -> list[tuple[str, Any]]:
     def visit(spec: Any, path: tuple[str, ...]) -> None:
         kind = spec.type
         found.append((".".join(path), kind))
-        words: list[Any] = spec.entries()
-        if kind in pytree_nodes and kind not in CONTAINERS:  # optree has indices instead of their names
-            words = [word for word, _ in children(spec.unflatten([spec] * spec.num_leaves)) or []]
         fields = dict(enumerate(getattr(kind, "_fields", ())))
-        for word, child in zip(words, spec.children(), strict=True):
+        for word, child in zip(spec.entries(), spec.children(), strict=True):
             visit(child, (*path, str(fields.get(word, word))))
 
     visit(structure[0], ())
     return found
-
-
-def children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the names and children of a container, or `None` for any other object."""
-    if isinstance(value, Mapping):
-        return [(str(key), child) for key, child in value.items()]
-    if isinstance(value, list | tuple):
-        names = getattr(value, "_fields", map(str, range(len(value))))
-        return list(zip(names, value, strict=True))
-    node = pytree_nodes.get(type(value))
-    if node is None:
-        return None
-    if node.flatten_with_keys_fn is None:
-        return children(list(node.flatten_fn(value)[0]))
-    keyed: Any = node.flatten_with_keys_fn(value)[0]
-    return [(str(key).strip(".[]'"), child) for key, child in keyed]
 
 
 def described_leaves(tree: Tree) -> list[str]:
@@ -251,10 +232,15 @@ def _register_all_with_optree() -> None:
 
 
 def _register_with_optree(container: type) -> None:
-    """Register a container of torch's pytree with optree."""
+    """Register a container of torch's pytree with optree, and the names of its parts, if it has any."""
     node = pytree_nodes[container]
+
+    def flatten(value: Any) -> tuple[Any, Any, Any]:
+        keyed: Any = node.flatten_with_keys_fn
+        names = None if keyed is None else [str(key).strip(".[]'") for key, _ in keyed(value)[0]]
+        return *node.flatten_fn(value), names
 
     def unflatten(context: Any, children: Any) -> Any:
         return node.unflatten_fn(list(children), context)
 
-    optree.register_pytree_node(container, node.flatten_fn, unflatten, namespace=NAMESPACE)
+    optree.register_pytree_node(container, flatten, unflatten, namespace=NAMESPACE)

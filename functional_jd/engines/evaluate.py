@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, here, refuse
-from functional_jd.core.tree import CONTAINERS, children, own_containers, tree_leaves, tree_names
+from functional_jd.core.tree import CONTAINERS, named_nodes, own_containers, tree_flatten, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.functional import run_traced
@@ -72,15 +72,14 @@ def called(f: Callable[..., Any], args: tuple[Any, ...], plan: Plan, recorder: W
         return run_traced(run, *args) if compiling else run(*args)
 
 
-def _refuse_none(values: Losses, path: tuple[str, ...] = ()) -> None:
+def _refuse_none(values: Losses) -> None:
     """Refuse None instead of a loss: other losses would move to its row."""
-    if values is None:
-        raise TypeError(
-            f"{here()}: losses must be floating-point tensors, found None in {'.'.join(path) or 'value'!r}. Return the "
-            "same losses for every batch: where a batch has nothing to say, 0 * other_loss."
-        )
-    for name, part in children(values) or []:
-        _refuse_none(part, (*path, name))
+    for name, kind in named_nodes(tree_flatten(values)[1]):
+        if kind is type(None):
+            raise TypeError(
+                f"{here()}: losses must be floating-point tensors, found None in {name or 'value'!r}. Return the same "
+                "losses for every batch: where a batch has nothing to say, 0 * other_loss."
+            )
 
 
 def check_example_losses(outputs: list[Tensor], *counts: int) -> None:
