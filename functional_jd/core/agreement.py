@@ -27,7 +27,7 @@ def check_alike(parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], devi
 def means_if_alike(
     values: Sequence[Tensor], parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], cure: str, waits: bool = False
 ) -> list[Tensor]:
-    """The means over the ranks of values, if each part, by the name of what must be alike, is the same on all.
+    """The means over the ranks of values, if each named part is the same on all.
 
     If not, all ranks raise ValueError; on an accelerator, without `waits`, the means are NaN.
 
@@ -113,7 +113,7 @@ def function_names(value: Any, of_users: bool = True) -> list[str]:
 
 
 def _parts(value: Any, depth: int = 12) -> Iterator[Any]:
-    """A rule or an optimizer, and all its parts: entries, arguments, and what the package's own functions hold."""
+    """A rule or an optimizer, and all its parts: entries, arguments, and captures of own functions."""
     yield value
     parts: Any = ()
     if isinstance(value, Mapping):

@@ -83,11 +83,11 @@ class _Collective(Function):
 
 
 def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
-    """What becomes of a tensor that all ranks of a group, by its name, pass at the same time, in one shape and dtype.
+    """A collective on tensors of one shape and dtype, that all ranks of a group, by its name, pass at the same time.
 
     `"sum"`, `"mean"`, `"least"`, `"most"` and `"first"` keep the shape; `"scatter"` adds up `[R, ...]` and returns this
-    rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: the value itself and 1/R of it
-    are what the derivatives of `"sum"` and `"mean"` are adjoint to.
+    rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: the derivatives of `"sum"` and
+    `"mean"` are adjoint to the value itself, and to 1/R of it.
     """
     result: Any = _Collective.apply(value, kind, group, size)
     return result
@@ -132,7 +132,7 @@ def same_layout(leaf: Any, other: Any) -> bool:
 
 
 def by_shards(leaves: Sequence[Any]) -> dict[tuple[tuple[Any, int], ...], list[int]]:
-    """The places of leaves, by what they are sharded over: pairs of a mesh and one of its dimensions."""
+    """The places of leaves that are sharded over the same dimensions of meshes: pairs of a mesh and a dimension."""
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         placements = leaf.placements if is_sharded(leaf) else ()
