@@ -126,9 +126,8 @@ def sharded_as(shard: Tensor, like: Any, rows: int = 0, *, differentiable: bool 
 
 def same_layout(leaf: Any, other: Any) -> bool:
     """Whether two leaves lie on the ranks in the same way, so that their shards fit."""
-    if not (is_sharded(leaf) and is_sharded(other)):
-        return is_sharded(leaf) == is_sharded(other)
-    return leaf.device_mesh == other.device_mesh and leaf.placements == other.placements
+    own, others = ((x.device_mesh, x.placements) if is_sharded(x) else None for x in (leaf, other))
+    return own == others
 
 
 def by_shards(leaves: Sequence[Any]) -> dict[tuple[tuple[Any, int], ...], list[int]]:
@@ -142,10 +141,7 @@ def by_shards(leaves: Sequence[Any]) -> dict[tuple[tuple[Any, int], ...], list[i
 
 
 def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
-    """Add up what was made of each leaf's shard, over the ranks that hold other entries of it.
-
-    A dimension of the mesh that replicates a leaf adds nothing: its ranks hold the same entries.
-    """
+    """Add up parts made of each leaf's shard, over the ranks that hold other entries of it: not over replicas."""
     sums = [
         over_dimensions("sum", reduce(torch.add, [parts[k] for k in own]), dims)
         for dims, own in by_shards(leaves).items()
@@ -188,16 +184,11 @@ def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
     return collective(kind, value, group.group_name, group.size())
 
 
-def gathered_leaf(leaf: Any) -> Tensor:
-    """The whole of a leaf: all ranks that hold shards of it must ask at the same time."""
-    return leaf.full_tensor() if is_sharded(leaf) else leaf
-
-
 def laid_out_as(found: Any, like: Any) -> Any:
-    """A tensor with the layout of another of its shape, whichever of the two are sharded."""
+    """A tensor with the layout of another of its shape, whichever of the two are sharded. All ranks must ask for it."""
     if same_layout(found, like):
         return found
-    found = gathered_leaf(found)
+    found = found.full_tensor() if is_sharded(found) else found
     if not is_sharded(like):
         return found
     from torch.distributed.tensor import distribute_tensor
@@ -207,9 +198,8 @@ def laid_out_as(found: Any, like: Any) -> Any:
 
 
 def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
-    """The begin and the length of this rank's part of a dimension that is sharded over some dimensions of the mesh.
-
-    As `torch.chunk` does it, from the first of these on.
+    """The begin and the length of this rank's part of a dimension that is sharded over some dimensions of the mesh: a
+    chunk of `torch.chunk`, from the first of these on.
     """
     start = 0
     for dim in dims:

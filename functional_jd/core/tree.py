@@ -62,10 +62,13 @@ def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
     leaves = spec.flatten_up_to(tree)
     if empty is None:
         return leaves
+    found: list[Any] = []
     for leaf, kind in zip(leaves, empty, strict=True):
-        if kind is not None and not (isinstance(leaf, dict) and not leaf):
+        if kind is None:
+            found.append(leaf)
+        elif not isinstance(leaf, dict) or leaf:
             raise ValueError(f"expected an empty dict, found {leaf}.")
-    return [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
+    return found
 
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
@@ -92,9 +95,8 @@ def tree_leaves(tree: Tree) -> list[Tensor]:
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `f` leaf by leaf; `rest` must have the structure of `tree` (dicts match by key)."""
     leaves, structure = tree_flatten(tree)
-    if rest:
-        return tree_unflatten(structure, list(map(f, leaves, *[leaves_like(structure, other) for other in rest])))
-    return tree_unflatten(structure, list(map(f, leaves)))
+    others = [leaves_like(structure, other) for other in rest]
+    return tree_unflatten(structure, list(map(f, leaves, *others)))
 
 
 def own_containers(tree: Any) -> Any:
@@ -217,10 +219,8 @@ def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     is_leaf = lambda node: isinstance(node, dict) and not node
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
     empty = tuple([type(leaf) if isinstance(leaf, dict) else None for leaf in leaves])
-    if not any(empty):
-        return leaves, (spec, None)  # pyright: ignore[reportReturnType]
-    kept = [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
-    return kept, (spec, empty)  # pyright: ignore[reportReturnType]
+    kept: list[Any] = [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
+    return kept, (spec, empty if any(empty) else None)
 
 
 @constant_while_tracing

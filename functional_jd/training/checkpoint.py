@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import checksums, function_names
 from functional_jd.core.arguments import check_flag, check_mapping, check_type, described, here
-from functional_jd.core.sharding import gathered_leaf, laid_out_as
+from functional_jd.core.sharding import is_sharded, laid_out_as
 from functional_jd.core.tree import check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.training.state import few
@@ -58,10 +58,10 @@ def to_checkpoint(
     leaves, _, records = _named(state)
     if not whole:
         check_layouts(tree_leaves(state), state)  # checksums need shards that are where the mesh places them
-    entries = {
-        name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
-        for name, leaf in leaves.items()
-    }
+    entries: dict[str, Tensor] = {}
+    for name, leaf in leaves.items():
+        own: Any = cast(Any, leaf).full_tensor() if whole and is_sharded(leaf) else leaf
+        entries[name] = own.detach().clone(memory_format=torch.contiguous_format)
     entries[_FIELDS] = _written(records)
     entries |= {_METHOD[what]: _written(names) for what, names in method.items()}
     sums = list(_sums(entries).values())
