@@ -90,7 +90,7 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Matrices with the columns of these leaves `[m, *p]`. Narrow neighbours are joined: adding up m^2 results of each
     would cost more than the products. With each matrix, how many columns it has of each.
     """
-    matrices = list(map(as_matrix, leaves))
+    matrices = [leaf if leaf.ndim == 2 else as_matrix(leaf) for leaf in leaves]
     widths = [x.shape[1] for x in matrices]
     kinds = [((x.dtype, x.device), x.shape[1]) for x in matrices]
     found: list[tuple[Tensor, list[int]]] = []

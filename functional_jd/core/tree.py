@@ -204,7 +204,8 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
                 f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex ones as "
                 "torch.view_as_real(p). Pass buffers and settings as further arguments of the losses."
             )
-    check_layouts(leaves, params)
+    if not (torch.compiler.is_compiling() or _TENSORS.issuperset(map(type, leaves))):
+        check_layouts(leaves, params)
     if some and not leaves:
         raise ValueError(
             f"{here()}{part}: expected at least one parameter tensor, found an empty tree. Pass for instance "
