@@ -185,7 +185,7 @@ def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
 
 
 def laid_out_as(found: Any, like: Any) -> Any:
-    """A tensor with the layout of another of its shape, whichever of the two are sharded. All ranks must ask for it."""
+    """A tensor with the layout of another of its shape, whichever of the two are sharded; all ranks do it together."""
     if same_layout(found, like):
         return found
     found = found.full_tensor() if is_sharded(found) else found
