@@ -1,4 +1,4 @@
-"""UPGrad, PCD and CAGrad: slight conflicts, different norms, many rows, transforms; few rows are in `tests/exact`."""
+"""UPGrad, PCD and CAGrad: slight conflicts, different norms, many rows; few rows are in `tests/exact`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FairGrad and Nash-MTL: their equations, the utility and the product of gains, and derivatives by differences."""
+"""FairGrad and Nash-MTL: their equations, the utility and the product of gains."""
 
 import numpy as np
 import pytest

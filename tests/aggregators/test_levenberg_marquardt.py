@@ -1,4 +1,4 @@
-"""Levenberg-Marquardt: Nielsen's update by hand, bad starts that recover, transforms and derivatives."""
+"""Levenberg-Marquardt: Nielsen's update by hand, bad starts that recover, and steps that are taken back."""
 
 import numpy as np
 import pytest

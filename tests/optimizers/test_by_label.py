@@ -1,4 +1,4 @@
-"""Groups of parameters: what `torch.optim` computes with param groups, and what each group computes alone."""
+"""Groups of parameters: what `torch.optim` computes with param groups, and labels that do not fit."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Noise as an optimizer: its size and its distribution, its key, skipped steps, transforms, and Opacus's formula."""
+"""Noise as an optimizer: its size and its distribution, its key, skipped steps, and Opacus's formula."""
 
 import pytest
 import torch

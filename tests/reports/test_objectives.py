@@ -1,4 +1,4 @@
-"""Public reports on several losses, their weights, accumulation and differential equations: see README.md."""
+"""Public reports on several losses, their weights and accumulation: see README.md."""
 
 import itertools
 

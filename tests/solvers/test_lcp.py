@@ -1,4 +1,4 @@
-"""Linear complementarity, by the search, by numbers and by products: brute force, least squares, and the conditions."""
+"""Linear complementarity, by the search, by numbers and by products: least squares, and the conditions."""
 
 import numpy as np
 import pytest
