@@ -69,9 +69,8 @@ def queue() -> Iterator[tuple[str, str]]:
     """Problem and method of every cell."""
     for name, entry in PROBLEMS.items():
         names = [] if entry.front_only else names_for(name)
-        names += [PREFIX + rule for rule in ALL if name in PEERS] + [
-            FRONT + family for family in FAMILIES if name in ON
-        ]
+        names += [PREFIX + rule for rule in ALL if name in PEERS]
+        names += [FRONT + family for family in FAMILIES if name in ON]
         yield from ((name, method) for method in names)
 
 

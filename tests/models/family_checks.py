@@ -3,11 +3,12 @@
 Bounds are measured: how far the ordinary loop ends from itself when its parameters are moved by some roundings.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from bounds import check_within
 from families import KEY, Family
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -27,18 +28,22 @@ class RefusedError(Exception):
     """torch does not do this for the model, with or without us."""
 
 
-class Found(NamedTuple):
-    """What was compared.
+class Rows(NamedTuple):
+    """Rows `[m, n]` of an ordinary loop, and how far each may be off, `[m]`."""
 
-    Attributes:
-        name: the name of the number.
-        error: how far it is from the ordinary loop's.
-        bound: how far it may be.
-    """
+    rows: Tensor
+    bounds: Tensor
 
-    name: str
-    error: float
-    bound: float
+    def check_rows(self, found: dict[str, Tensor]) -> None:
+        check_distance(flat(found), self.rows, self.bounds)
+
+    def check_gramian(self, found: Tensor) -> None:
+        """Entries are off by `|a| db + |b| da + da db` at most."""
+        rows, bounds, norms = *self, self.rows.norm(dim=1)
+        check_within(found, rows @ rows.T, norms[:, None] * bounds + bounds[:, None] * (norms + bounds))
+
+    def check_sum(self, direction: dict[str, Tensor]) -> None:
+        check_distance(by_name(direction), WEIGHTS @ self.rows, WEIGHTS @ self.bounds)
 
 
 class Reference:
@@ -52,23 +57,23 @@ class Reference:
         self.buffers = dict(module.named_buffers())
         self.losses = pure(family.losses, module)
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.params, self.buffers, KEY, self.x
+
     @cached_property
-    def moved(self) -> list[tuple[Tensor, Tensor, Any]]:
-        return [self.plain(seed) for seed in (None, 1, 2)]
+    def moved(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Rows, losses and buffers of an ordinary loop, from parameters that are moved by roundings, or not."""
+        modules = [self.moved_module(seed) for seed in (None, 1, 2)]
+        return [(*self.evaluated(module), by_name(dict(module.named_buffers()))) for module in modules]
 
     def moved_module(self, seed: int | None) -> Any:
         return moved(self.family.module(), seed, self.rounding)
 
-    def spread(self, points: list[Tensor]) -> Tensor:
+    def spread(self, points: Sequence[Tensor]) -> Tensor:
         """How far the first may be from the truth: how far the others are from it, and its own roundings."""
         own = self.rounding * points[0].norm(dim=-1)
         return torch.stack([own, *[(x - points[0]).norm(dim=-1) for x in points[1:]]]).max(0).values
-
-    def plain(self, seed: int | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Rows `[m, n]`, losses `[m]` and buffers of an ordinary loop, from parameters that are moved."""
-        module = self.moved_module(seed)
-        rows, values = self.evaluated(module)
-        return rows, values, {name: b.clone() for name, b in module.named_buffers()}
 
     def evaluated(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Rows and losses of a module, each by a backward pass of its own."""
@@ -76,49 +81,39 @@ class Reference:
         rows = matrix([gradients(values[name], module) for name in sorted(values)])
         return rows, torch.stack([values[name].detach().double() for name in sorted(values)])
 
-    @property
-    def rows(self) -> Tensor:
-        return self.moved[0][0]
-
     @cached_property
-    def row_bounds(self) -> Tensor:
-        return self.spread([rows for rows, _, _ in self.moved])
+    def rows(self) -> Rows:
+        rows = [rows for rows, _, _ in self.moved]
+        return Rows(rows[0], self.spread(rows))
 
-    def check_rows(self, mode: str) -> list[Found]:
-        found, (values, buffers) = fj.jacobian_fn(self.losses, has_aux=True, mode=mode)(*self.given)
-        return [*rows_apart(mode, flat(found), self.rows, self.row_bounds), *self.others(mode, values, buffers)]
+    def check_rows(self, mode: str) -> None:
+        found, aux = fj.jacobian_fn(self.losses, has_aux=True, mode=mode)(*self.given)
+        self.rows.check_rows(found)
+        self.check_others(*aux)
 
-    @property
-    def given(self) -> tuple[Any, ...]:
-        return self.params, self.buffers, KEY, self.x
+    def check_others(self, values: Any, buffers: Any) -> None:
+        self.check_near(by_name(values), [x for _, x, _ in self.moved])
+        self.check_near(by_name(buffers), [x for _, _, x in self.moved])
 
-    def others(self, name: str, values: Any, buffers: Any) -> list[Found]:
-        return [
-            self.apart(f"{name} losses", by_name(values), [x for _, x, _ in self.moved]),
-            self.apart(f"{name} buffers", by_name(buffers), [by_name(x) for _, _, x in self.moved]),
-        ]
-
-    def apart(self, name: str, mine: Tensor, points: list[Tensor]) -> Found:
+    def check_near(self, mine: Tensor, points: Sequence[Tensor]) -> None:
         """A vector beside the first of those from parameters that are moved."""
-        return Found(name, float((mine - points[0]).norm()), float(self.spread(points)))
+        check_distance(mine, points[0], self.spread(points))
 
-    def check_gramian(self, differentiable: bool = False) -> list[Found]:
+    def check_gramian(self, differentiable: bool = False) -> None:
         gramian, aux, pullback = fj.gramian_fn(self.losses, has_aux=True)(*self.points(differentiable))
-        return self.products("", gramian, aux, pullback(WEIGHTS)[0])
+        self.check_products(gramian, aux, pullback(WEIGHTS)[0])
 
-    def products(self, name: str, gramian: Tensor, aux: Any, direction: Any) -> list[Found]:
-        return [
-            gramian_apart(f"{name}gramian", gramian, self.rows, self.row_bounds),
-            sum_apart(f"{name}pullback", direction, self.rows, self.row_bounds),
-            *self.others(f"{name}gramian", *aux),
-        ]
+    def check_products(self, gramian: Tensor, aux: Any, direction: Any) -> None:
+        self.rows.check_gramian(gramian)
+        self.rows.check_sum(direction)
+        self.check_others(*aux)
 
     def points(self, differentiable: bool) -> tuple[Any, ...]:
         """What the losses take; with parameters that require grad, what comes out can be differentiated again."""
         params, *rest = self.given
         return {name: p.clone().requires_grad_(differentiable) for name, p in params.items()}, *rest
 
-    def check_compiled_gramian(self) -> list[Found]:
+    def check_compiled_gramian(self) -> None:
         def run(*args: Any) -> Any:
             gramian, aux, pullback = fj.gramian_fn(self.losses, has_aux=True)(*args)
             return gramian, aux, pullback(WEIGHTS)[0]
@@ -128,18 +123,18 @@ class Reference:
         found = take(*self.given)
         with torch._dynamo.config.patch(error_on_recompile=True):
             take(*self.given[:2], fj.random.split(KEY, 2)[1], self.x.flip(0))
-        return self.products("compiled ", *found)
+        self.check_products(*found)
 
-    def check_weighted(self) -> list[Found]:
-        (values, buffers), pullback = fj.weighted_fn(self.losses, has_aux=True)(*self.given)
+    def check_weighted(self) -> None:
+        aux, pullback = fj.weighted_fn(self.losses, has_aux=True)(*self.given)
         direction, finite = pullback(WEIGHTS)
         assert bool(finite.all())
-        apart = sum_apart("weighted", direction, self.rows, self.row_bounds)
-        return [apart, *self.others("weighted", values, buffers)]
+        self.rows.check_sum(direction)
+        self.check_others(*aux)
 
     @cached_property
-    def by_example(self) -> tuple[Any, Tensor, Tensor]:
-        """One loss for each example, as the model is evaluated, with the rows of an ordinary loop and their bounds."""
+    def by_example(self) -> tuple[Any, Rows]:
+        """One loss for each example, as the model is evaluated, with the rows of an ordinary loop."""
         apply = functional(self.family.module().eval())
 
         def loss(params: Any, x: Tensor) -> Tensor:
@@ -149,22 +144,19 @@ class Reference:
         for seed in (None, 1, 2):
             module = self.moved_module(seed).eval()
             plain.append(matrix([gradients(self.family.loss(module, x), module) for x in self.x]))
-        return fj.per_example(loss), plain[0], self.spread(plain)
+        return fj.per_example(loss), Rows(plain[0], self.spread(plain))
 
-    def check_example_rows(self, mode: str) -> list[Found]:
-        losses, rows, bounds = self.by_example
-        jacobian, _ = fj.jacobian_fn(losses, mode=mode)(self.params, self.x)
-        return rows_apart(f"examples {mode}", flat(jacobian), rows, bounds)
+    def check_example_rows(self, mode: str) -> None:
+        losses, rows = self.by_example
+        rows.check_rows(fj.jacobian_fn(losses, mode=mode)(self.params, self.x)[0])
 
-    def check_example_sums(self, differentiable: bool = False) -> list[Found]:
-        losses, rows, bounds = self.by_example
+    def check_example_sums(self, differentiable: bool = False) -> None:
+        losses, rows = self.by_example
         gramian, _, pullback = fj.gramian_fn(losses)(self.points(differentiable)[0], self.x)
         _, weigh = fj.weighted_fn(losses)(self.params, self.x)
-        return [
-            gramian_apart("examples gramian", gramian, rows, bounds),
-            sum_apart("examples pullback", pullback(WEIGHTS)[0], rows, bounds),
-            sum_apart("examples weighted", weigh(WEIGHTS)[0], rows, bounds),
-        ]
+        rows.check_gramian(gramian)
+        rows.check_sum(pullback(WEIGHTS)[0])
+        rows.check_sum(weigh(WEIGHTS)[0])
 
     def way(self, rule: fj.Aggregator, seed: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """How far `STEPS` steps of an ordinary loop come, in one vector; their last losses, and the buffers then."""
@@ -182,7 +174,7 @@ class Reference:
             optimizer.step()
         return joined(params) - before, values, by_name(dict(module.named_buffers()))
 
-    def check_steps(self, compiled: bool = False) -> list[Found]:
+    def check_steps(self, compiled: bool = False) -> None:
         """Some steps beside the ordinary loop: by UPGrad; compiled, where UPGrad takes long, by the mean."""
         rule, engine = (fj.mean(), "jacobian") if compiled else (fj.upgrad(), "auto")
         method = {"losses": self.losses, "aggregator": rule, "optimizer": fj.sgd(RATE, momentum=0.9)}
@@ -201,15 +193,12 @@ class Reference:
         start = by_name(self.params)
         went = by_name(state.params) - start
         # The difference of parameters before and after is off by roundings of these.
-        bound = float(self.spread(ways)) + STEPS * torch.finfo(torch.float64).eps * float(start.norm())
-        name = "compiled steps" if compiled else "steps"
-        return [
-            Found(name, float((went - ways[0]).norm()), bound),
-            self.apart(f"{name} losses", by_name(info.losses), values),
-            self.apart(f"{name} buffers", by_name(state.buffers), buffers),
-        ]
+        bound = self.spread(ways) + STEPS * torch.finfo(torch.float64).eps * start.norm()
+        check_distance(went, ways[0], bound)
+        self.check_near(by_name(info.losses), values)
+        self.check_near(by_name(state.buffers), buffers)
 
-    def check_multitask(self) -> list[Found]:
+    def check_multitask(self) -> None:
         """Two heads on what the model gives: the trunk by UPGrad, each head by its own loss."""
         module = self.family.module()
         size = self.family.output(module, KEY, self.x).shape[1:].numel()
@@ -228,21 +217,17 @@ class Reference:
             head = [torch.autograd.grad(values[name], given[name], retain_graph=True)[0].flatten() for name in "ab"]
             ends.append(torch.cat([fj.aggregate(fj.upgrad(), rows).direction, *head]))
         method = {"losses": fj.multitask(features, heads), "aggregator": fj.upgrad(), "optimizer": fj.sgd(1.0)}
-        found = []
         for engine in ("jacobian", "gramian"):
             params = {"shared": self.params, "heads": own}
             state = fj.train_state(params, KEY, self.x, buffers=self.buffers, **method)
             state, _ = fj.step(state, KEY, self.x, engine=engine, **method)
             went = [self.params[name] - state.params["shared"][name] for name in sorted(self.params)]
             went += [own[name] - state.params["heads"][name] for name in "ab"]
-            mine = torch.cat([x.double().flatten() for x in went])
             # The difference of parameters before and after is off by a rounding of these.
-            size = torch.cat([x.double().flatten() for x in tree_leaves((self.params, own))]).norm()
-            bound = float(self.spread(ends)) + torch.finfo(torch.float64).eps * float(size)
-            found.append(Found(f"multitask {engine}", float((mine - ends[0]).norm()), bound))
-        return found
+            bound = self.spread(ends) + torch.finfo(torch.float64).eps * joined(tree_leaves(params)).norm()
+            check_distance(joined(went), ends[0], bound)
 
-    def check_autocast(self, dtype: torch.dtype = torch.bfloat16) -> list[Found]:
+    def check_autocast(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Rows in half precision are no further from those in float64 than native autocast's are."""
         module = self.family.module().float()
         x = self.x.float() if self.x.is_floating_point() else self.x
@@ -252,20 +237,17 @@ class Reference:
             native = matrix([gradients(values[name].float(), module) for name in sorted(values)])
         except RuntimeError as error:
             raise RefusedError(f"native autocast: {error}") from error
-        bounds = 4 * (native - self.rows).norm(dim=1) + torch.finfo(dtype).eps * self.rows.norm(dim=1)
+        exact = self.rows.rows
+        half = Rows(exact, 4 * (native - exact).norm(dim=1) + torch.finfo(dtype).eps * exact.norm(dim=1))
         params = {name: p.detach() for name, p in trained(module)}
-        buffers = dict(self.family.module().float().named_buffers())
-        losses, found = fj.autocast(pure(self.family.losses, module), dtype), []
-        scale = torch.tensor(256.0)
+        given = params, dict(self.family.module().float().named_buffers()), KEY, x
+        losses = fj.autocast(pure(self.family.losses, module), dtype)
         for mode in ("loop", "vmap"):
-            rows, _, _ = fj.jacobian_fn(losses, has_aux=True, mode=mode, scale=scale)(params, buffers, KEY, x)
-            found += rows_apart(f"bfloat16 {mode}", flat(rows), self.rows, bounds)
-        gramian, _, pullback = fj.gramian_fn(losses, has_aux=True)(params, buffers, KEY, x)
-        return [
-            *found,
-            gramian_apart("bfloat16 gramian", gramian, self.rows, bounds),
-            sum_apart("bfloat16 pullback", pullback(WEIGHTS)[0], self.rows, bounds),
-        ]
+            rows, *_ = fj.jacobian_fn(losses, has_aux=True, mode=mode, scale=torch.tensor(256.0))(*given)
+            half.check_rows(rows)
+        gramian, _, pullback = fj.gramian_fn(losses, has_aux=True)(*given)
+        half.check_gramian(gramian)
+        half.check_sum(pullback(WEIGHTS)[0])
 
 
 def moved(module: Any, seed: int | None, by: float) -> Any:
@@ -314,6 +296,11 @@ def gradients(value: Tensor, module: nn.Module) -> list[Tensor]:
     return [x.to_dense() if x.is_sparse else x for x in found]
 
 
+def check_distance(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+    """Vectors, or the rows of matrices, are no further apart than this."""
+    check_within((found - expected).norm(dim=-1), torch.zeros(()), bound)
+
+
 def joined(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([real(x.detach()).flatten() for x in tensors] or [torch.zeros(1)])
 
@@ -334,22 +321,3 @@ def matrix(rows: list[list[Tensor]]) -> Tensor:
 def flat(tree: dict[str, Tensor]) -> Tensor:
     """Rows `[m, n]` of a dict of rows, by name."""
     return torch.cat([real(tree[name]).reshape(len(tree[name]), -1) for name in sorted(tree)], 1)
-
-
-def rows_apart(name: str, found: Tensor, rows: Tensor, bounds: Tensor) -> list[Found]:
-    errors = (found - rows).norm(dim=1)
-    return [Found(f"{name} row {k}", float(errors[k]), float(bounds[k])) for k in range(len(rows))]
-
-
-def gramian_apart(name: str, found: Tensor, rows: Tensor, bounds: Tensor) -> Found:
-    """The entry that is furthest off, in units of its bound `|a| db + |b| da + da db`."""
-    norms = rows.norm(dim=1)
-    allowed = norms[:, None] * bounds + bounds[:, None] * norms + bounds[:, None] * bounds
-    errors = (found - rows @ rows.T).abs()
-    worst = int((errors / allowed).nan_to_num(nan=torch.inf, posinf=torch.inf).where(allowed > 0, errors).argmax())
-    return Found(name, float(errors.flatten()[worst]), float(allowed.flatten()[worst]))
-
-
-def sum_apart(name: str, direction: Any, rows: Tensor, bounds: Tensor) -> Found:
-    mine = flat({n: d[None] for n, d in direction.items()})[0]
-    return Found(name, float((mine - WEIGHTS @ rows).norm()), float(WEIGHTS @ bounds))
