@@ -16,9 +16,6 @@ from as_run import races_of
 from races import Race, Standing, run
 from report import NOTES, TITLES, goals, line, record
 
-# The table that compiles, and runs only by name.
-_GRAPHS = ("compiled",)
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is asked for: tables on stdout, progress on stderr, JSON where the option says."""
@@ -46,7 +43,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="these tables, models, sizes (T=2), precisions; default: all but `compiled`",
+        help="a table, a model, a size (T=2), a precision; default: all but `compiled`",
     )
     parser.add_argument("--toy", action="store_true", help="models of a few neurons: seconds, to try the bench itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, with versions and machine")
@@ -57,19 +54,19 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace) -> list[Race]:
+    """The cases that have all these words; what compiles, only by name."""
+    wanted = options.only or []
     cases = [case for table in TITLES for case in races_of(table, options.toy)]
-    names = set(options.only or ())
-    known = [dict.fromkeys(column) for column in zip(*map(_called, cases), strict=True)]
-    if unknown := names.difference(*known):
-        all_known = ", ".join(name for column in known for name in column if name)
-        sys.exit(f"benchmarks: unknown names {', '.join(sorted(unknown))}. Take some of: {all_known}.")
-    wanted = [names & column.keys() or column.keys() for column in known]
-    chosen = [case for case in cases if all(name in some for name, some in zip(_called(case), wanted, strict=True))]
-    return [case for case in chosen if case.table not in _GRAPHS or case.table in names]
+    chosen = [case for case in cases if {*wanted} <= {*_words(case)}]
+    chosen = [case for case in chosen if case.table != "compiled" or "compiled" in wanted]
+    if not chosen:
+        known = dict.fromkeys(word for case in cases for word in _words(case))
+        sys.exit(f"benchmarks: no case has all of {', '.join(wanted)}. Take some of: {', '.join(known)}.")
+    return chosen
 
 
-def _called(case: Race) -> tuple[str, str, str, str]:
-    """Its table, its model, its size, its precision: of a kind of which names are given, only those run."""
+def _words(case: Race) -> tuple[str, ...]:
+    """Its table, its model, its size, its precision."""
     size, _, precision = case.size.partition(" ")
     return case.table, case.name.partition(",")[0], size, precision or "float32"
 

@@ -1,11 +1,10 @@
 """`python tests/claims/laws_of_torchjd.py [NAME ...]`: which laws TorchJD's aggregators keep.
 
-Tests the aggregators named, or all, in a few minutes; keeps what is found in `laws_of_torchjd.json` beside this file;
-and writes the table and the counterexamples from it into `LAWS_OF_TORCHJD.md`, between its marks.
+Tests the aggregators named, or all, in a few minutes, and prints what is found. The table and the counterexamples of
+all go into `LAWS_OF_TORCHJD.md`, between its marks.
 """
 
 import importlib.metadata
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, laws_of
 from functional_jd.views import full_jacobian
 
-STORED = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).parents[2]
 PAGE = Path(__file__).parent / "LAWS_OF_TORCHJD.md"
 LAWS = (*ALWAYS, *BY_CLAIM)
@@ -91,20 +89,17 @@ def shown(example: Counterexample) -> dict[str, str]:
 
 def by_law(stored: dict[str, Any]) -> str:
     """A table: rows are laws, in the order of `ALWAYS` and `BY_CLAIM`; columns are aggregators."""
-    names = [name for name in RULES if name in stored]
-    rows = [
-        [f"`{law.__name__}`", *("**no**" if law.__name__ in stored[name] else "yes" for name in names)] for law in LAWS
-    ]
-    return table(["", *names], rows)
+    names = [law.__name__ for law in LAWS]
+    rows = [[f"`{law}`", *("**no**" if law in found else "yes" for found in stored.values())] for law in names]
+    return table(["", *stored], rows)
 
 
 def counterexamples(stored: dict[str, Any]) -> list[str]:
     """For every broken law, the smallest matrix and the error."""
     lines = []
-    for name in RULES:
-        if stored.get(name):
-            lines += ["", f"### {name}", ""]
-            lines += [line(law, **found) for law, found in stored[name].items()]
+    for name, broken_laws in stored.items():
+        if broken_laws:
+            lines += ["", f"### {name}", "", *(line(law, **found) for law, found in broken_laws.items())]
     return lines
 
 
@@ -115,8 +110,7 @@ def line(law: str, matrix: str, error: str) -> str:
 
 
 def write(stored: dict[str, Any]) -> None:
-    """Keep what was found, and write it into the page."""
-    STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    """Write what was found into the page."""
     versions = f"torch {torch.__version__.partition('+')[0]}, torchjd {importlib.metadata.version('torchjd')}"
     made = [f"Measured with {versions}.", by_law(stored), "## Counterexamples"]
     write_between(PAGE, BEGIN, END, "\n\n".join(made) + "\n" + "\n".join(counterexamples(stored)))
@@ -125,10 +119,14 @@ def write(stored: dict[str, Any]) -> None:
 def main(names: list[str]) -> None:
     """Test the aggregators named, or all."""
     warnings.simplefilter("ignore")
+    stored = {}
     for name in names or RULES:
-        found = broken(name)
-        print(name, *found, file=sys.stderr, flush=True)
-        write((json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}) | {name: found})
+        stored[name] = broken(name)
+        print(name, *stored[name], file=sys.stderr, flush=True)
+    if names:
+        print("\n".join(counterexamples(stored)))
+    else:
+        write(stored)
 
 
 if __name__ == "__main__":
