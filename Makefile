@@ -61,7 +61,7 @@ bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOO
 evidence: $(VENV)/$(if $(QUICK),.test,.evidence)  ## rules beside plain and searched sums: hours, restartable; QUICK=1: one or two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)
 
-optimizers-study: $(VENV)/.test  ## does the optimizer hide the rule? half an hour, restartable; QUICK=1: seconds
+optimizers-study: $(VENV)/.test  ## does the optimizer hide the rule? half an hour; QUICK=1: seconds
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence/study_optimizers.py $(if $(QUICK),--quick)
 
 claims: $(VENV)/.bench  ## measure the comparison with peers in docs/coming_from.md again: a minute or two

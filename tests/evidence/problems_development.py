@@ -3,6 +3,8 @@
 And one of the study of fronts alone, `beta_vae`.
 """
 
+from collections.abc import Callable
+
 import torch
 from study_problem import (
     Data,
@@ -73,30 +75,31 @@ def noisy_labels() -> Problem:
     )
 
 
-def overlapping(split: Split, n: int, generator: torch.Generator) -> Split:
-    """Images of two digits that overlap, and their names."""
-    image, label = split
-    left, right = (torch.randint(len(label), (n,), generator=generator) for _ in "12")
-    return torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0))), label[left], label[right]
-
-
-def two_digits() -> Problem:
-    """Two digits overlap in an image of 8 x 12: name both, reconstruct the image at half the resolution."""
+def overlapping(rows: int, arranged: Callable[[Tensor, Tensor, Tensor], Split]) -> Callable[[int], Data]:
+    """The data of draws: images of two digits that overlap, and their names, so many for training, as arranged."""
     images, labels = digits()
 
     def data(draw: int) -> Data:
         g = generator_of(draw, 2)
 
         def pairs(split: Split, n: int) -> Split:
-            x, left, right = overlapping(split, n, g)
-            return x.flatten(1), left, right, avg_pool2d(x[:, None], 2).flatten(1)
+            image, label = split
+            left, right = (torch.randint(len(label), (n,), generator=g) for _ in "12")
+            both = torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0)))
+            return arranged(both, label[left], label[right])
 
         found = splits((images, labels), draw)
-        return Data(pairs(found.train, 2000), pairs(found.validation, 1000), pairs(found.test, 1000))
+        return Data(pairs(found.train, rows), pairs(found.validation, 1000), pairs(found.test, 1000))
 
+    return data
+
+
+def two_digits() -> Problem:
+    """Two digits overlap in an image of 8 x 12: name both, reconstruct the image at half the resolution."""
+    arranged = lambda x, left, right: (x.flatten(1), left, right, avg_pool2d(x[:, None], 2).flatten(1))
     values = lambda params, x, *_: apply(params, x).split([10, 10, 24], dim=1)
     return Problem(
-        data,
+        overlapping(2000, arranged),
         lambda g: network(g, 96, 32, 44),
         *judged(values, lambda x, *named: named, (10, 10, 0)),
         ("accuracy left", "accuracy right", "R² of the image"),

@@ -4,9 +4,9 @@ from math import pi
 
 import torch
 from held_out_data import characters, graphs
-from problems_development import digits, overlapping
+from problems_development import overlapping
 from problems_held_out import PROPERTIES
-from study_problem import Data, Params, Problem, Split, generator_of, judged, splits, standardized
+from study_problem import Params, Problem, judged, splits, standardized
 from torch import Tensor
 from torch.nn.functional import conv2d, layer_norm, max_pool2d, relu
 
@@ -29,18 +29,7 @@ def _linear(params: Params, name: str, x: Tensor) -> Tensor:
 
 def convolutions() -> Problem:
     """Two digits overlap in an image of 8 x 12: name both and give the image back through 64 numbers."""
-    images, labels = digits()
     shapes = {"first": (32, 1, 3, 3), "second": (64, 32, 3, 3), "narrow": (64, 1536), "last": (116, 64)}
-
-    def data(draw: int) -> Data:
-        g = generator_of(draw, 2)
-
-        def pairs(split: Split, n: int) -> Split:
-            x, left, right = overlapping(split, n, g)
-            return x[:, None], left, right
-
-        found = splits((images, labels), draw)
-        return Data(pairs(found.train, 4000), pairs(found.validation, 1000), pairs(found.test, 1000))
 
     def values(params: Params, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         h = relu(conv2d(x, params["first"], params["first_bias"], padding=1))
@@ -49,7 +38,7 @@ def convolutions() -> Problem:
         return out.split([10, 10, 96], dim=1)
 
     return Problem(
-        data,
+        overlapping(4000, lambda x, left, right: (x[:, None], left, right)),
         lambda g: _named(shapes, g),
         *judged(values, lambda x, left, right: (left, right, x.flatten(1)), (10, 10, 0)),
         ("accuracy left", "accuracy right", "R² of the image"),

@@ -1,15 +1,14 @@
 """`make optimizers-study`: does the optimizer hide the rule? SGD with momentum, AdamW and Muon under the same rules.
 
-Trains what `optimizers.json` lacks, stores each cell as soon as it is there, and so goes on where it was stopped; then
-writes the tables of `REPORT.md`. `--page` writes them from what is stored; `--quick` trains little in two draws, prints
-scores, and stores nothing. See `PROTOCOL.md`.
+Stores what it trains in `optimizers.json`, and writes the tables of `REPORT.md`. `--page` writes them from what is
+stored; `--quick` trains little in two draws, prints scores, and stores nothing. See `PROTOCOL.md`.
 """
 
 import json
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -123,22 +122,19 @@ def chosen_by_validation(runs: list[Trained], looks: int) -> list[float]:
     return test.gather(0, place[None])[0].tolist()
 
 
-def run(path: Path = STORED) -> Cells:
-    """Train what is not stored yet, and store it."""
-    cells: Cells = json.loads(path.read_text()) if path.exists() else {}
-    begin, name = time.perf_counter(), ""
-    for problem, optimizer, method in keys():
-        if (key := f"{problem}/{optimizer}/{method}") in cells:
-            continue
-        if name != problem:
-            name, built = problem, PROBLEMS[problem].build()
-            draws = draws_of(built, DRAWS)
-        cells[key] = cell_of(built, optimizer, method, draws, built.steps)
-        part = path.with_suffix(".part")
-        part.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(c)}" for k, c in cells.items()) + "\n}\n")
-        part.replace(path)
-        took = time.perf_counter() - begin
-        print(f"{len(cells):4} of {len(keys())}  {key:34} {mean(cells[key]['steps']):.3f}  {took:6.0f} s", flush=True)
+def run(problems: Sequence[str], draws: int | None = None, steps: int | None = None) -> Cells:
+    """Train the cells of these problems, in so many draws and steps, or as many as the study has."""
+    cells: Cells = {}
+    begin = time.perf_counter()
+    for name in problems:
+        problem = PROBLEMS[name].build()
+        rows = draws_of(problem, draws or DRAWS)
+        for _, optimizer, method in [key for key in keys() if key[0] == name]:
+            cell = cells[f"{name}/{optimizer}/{method}"] = cell_of(
+                problem, optimizer, method, rows, steps or problem.steps
+            )
+            took = time.perf_counter() - begin
+            print(f"{name:10} {optimizer:6} {method:13} {mean(cell['steps']):.3f}  {took:6.0f} s", flush=True)
     return cells
 
 
@@ -197,21 +193,19 @@ def write_page(cells: Cells, report: Path = REPORT) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train what is missing, then write the tables."""
+    """Train, store, and write the tables."""
     parser = ArgumentParser("python tests/evidence/study_optimizers.py", None, __doc__)
     parser.add_argument("--quick", action="store_true", help="two problems, few steps: stores nothing")
     parser.add_argument("--page", action="store_true", help="only write the pages from what is stored")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if not given.quick:
-        write_page(json.loads(STORED.read_text()) if given.page else run())
+    if given.quick:
+        run(DEVELOPMENT[:2], 2, 40)
         return
-    for name in DEVELOPMENT[:2]:
-        problem = PROBLEMS[name].build()
-        draws = draws_of(problem, 2)
-        for _, optimizer, method in [key for key in keys() if key[0] == name]:
-            cell = cell_of(problem, optimizer, method, draws, 40)
-            print(f"{name:10} {optimizer:6} {method:13} {mean(cell['steps']):.3f}", flush=True)
+    if not given.page:
+        lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in run(DEVELOPMENT).items())
+        STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_page(json.loads(STORED.read_text()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from problems import PROBLEMS, Entry
 from problems_development import beta_vae
 from study_cells import load_all, path_of
 from study_fronts import beside_sums, front_cell, preferences, sizes, utility, worth
-from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal, run
+from study_optimizers import OPTIMIZERS, against, cell_of, keys, muon, orthogonal
 from study_problem import splits
 from study_queue import FROZEN
 from study_rules import methods_for
@@ -206,15 +206,6 @@ def test_a_code_is_drawn_and_costs_its_divergence_in_nats():
     )
 
 
-@pytest.fixture
-def little(monkeypatch):
-    monkeypatch.setattr(study_optimizers, "PROBLEMS", {"tiny": type("Entry", (), {"build": tiny, "shared": True})})
-    monkeypatch.setattr(study_optimizers, "DEVELOPMENT", ("tiny",))
-    monkeypatch.setattr(study_optimizers, "METHODS", ("standardised", "config"))
-    monkeypatch.setattr(study_optimizers, "OPTIMIZERS", {"SGD": OPTIMIZERS["SGD"]})
-    monkeypatch.setattr(study_optimizers, "DRAWS", 2)
-
-
 def test_muon_is_that_of_torch():
     """Up to bfloat16, in which torch iterates: five steps of a quintic multiply its roundings by some tens."""
     draw = torch.Generator().manual_seed(0)
@@ -248,22 +239,14 @@ def test_the_unit_of_directions_does_not_matter(name):
         check_within(ends[1][key], p, 2**8 * torch.finfo(p.dtype).eps * (p - start[key]).abs().max())
 
 
-def test_a_cell_that_is_stored_is_not_trained_again(little, tmp_path, monkeypatch):
-    path = tmp_path / "optimizers.json"
-    cells = run(path)
-    assert [*cells] == ["/".join(key) for key in keys()]
-    path.write_text(json.dumps({"tiny/SGD/standardised": cells["tiny/SGD/standardised"]}))
-    assert run(path) == cells
-    monkeypatch.setattr(study_optimizers, "cell_of", None)
-    assert run(path) == cells
-    assert against(cells, "tiny", "SGD", "config", "steps") is not None
-    assert against(cells, "tiny", "SGD", "alternating", "steps") is None  # no such cell
+def test_the_page_of_optimizers_has_the_tables_of_what_is_stored(tmp_path):
+    cells = json.loads(study_optimizers.STORED.read_text())
+    assert cells.keys() == {"/".join(key) for key in keys()}
+    assert against(cells, "units", "SGD", "alternating") is None  # no such cell
     report = tmp_path / "REPORT.md"
-    report.write_text("\n".join(["# Title", *study_optimizers.MARKS, "## Next"]))
-    for _ in range(2):  # the second time in the place of the first
-        study_optimizers.write_page(cells, report)
-    assert report.read_text().count("spread of rules") == 1
-    assert report.read_text().endswith("\n## Next")
+    report.write_text(study_optimizers.REPORT.read_text(encoding="utf-8"), encoding="utf-8")
+    study_optimizers.write_page(cells, report)
+    assert report.read_text(encoding="utf-8") == study_optimizers.REPORT.read_text(encoding="utf-8")
     with pytest.raises(SystemExit, match=r"expected REPORT.md with the marks"):
         study_optimizers.write_between(report, "<!-- other -->", "<!-- end -->", "")
 

@@ -70,15 +70,15 @@ class Family(NamedTuple):
 
 
 def vectors(size: int = 5, *further: int) -> Tensor:
-    return numbers(1, BATCH, size, *further)[0]
+    return numbers(BATCH, size, *further)
 
 
 def words(length: int = 6) -> Tensor:
-    return tokens(1, BATCH, length)[0]
+    return tokens(BATCH, length)
 
 
 def images(size: int = 16, channels: int = 3) -> Tensor:
-    return numbers(1, BATCH, channels, size, size)[0]
+    return numbers(BATCH, channels, size, size)
 
 
 def hugging(name: str, model: str, predict: Any, x: Tensor, draws: bool = False, **options: Any) -> Family:

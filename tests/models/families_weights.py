@@ -116,19 +116,11 @@ class Discriminator(nn.Module):
         return self.back(small) + fn.max_unpool2d(fn.avg_pool2d(x, 2), at, 2).mean() + math.pi
 
 
-class Renormed(nn.Module):
-    """An embedding that shortens the rows that it looks up, in place, before it does."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.out = nn.Embedding(32, 4, max_norm=1.0), nn.Linear(4, 2)
-
-    def forward(self, ids):
-        return self.out(self.table(ids).tanh())
-
-
 WEIGHTS = {
-    "renormed": lambda: Family(Renormed, words()),
+    # An embedding that shortens the rows that it looks up, in place, before it does.
+    "renormed": lambda: Family(
+        lambda: nn.Sequential(nn.Embedding(32, 4, max_norm=1.0), nn.Tanh(), nn.Linear(4, 2)), words()
+    ),
     "fake_quantized": lambda: Family(FakeQuantized, vectors(), inside=torch.float32),
     "hyper": lambda: Family(Hyper, vectors()),
     "parametrized": lambda: Family(parametrized, vectors()),

@@ -6,20 +6,13 @@ import pytest
 import torch
 
 
-def tokens(n, *shape, vocabulary=32, seed=0):
-    """n tensors of token numbers."""
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, vocabulary, shape, generator=draw) for _ in range(n)]
+def tokens(*shape):
+    """Numbers of tokens, of 32."""
+    return torch.randint(3, 32, shape, generator=torch.Generator().manual_seed(0))
 
 
-def numbers(n, *shape, seed=1):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, dtype=torch.float64, generator=draw) for _ in range(n)]
-
-
-def classes(n, size, of, seed=2):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(of, (size,), generator=draw) for _ in range(n)]
+def numbers(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def library(name):
