@@ -122,7 +122,6 @@ def wide(p, x, y, z=0.0):
 
 
 ARGUMENTS = {
-    "a kind forgotten": ({}, lambda points, targets: ({"inside": points["inside"]}, targets), "missing 1"),
     "an argument forgotten": ({}, lambda points, _: (points,), "missing 1"),
     "too many": ({}, lambda points, _: (points, points), "takes 2 positional arguments but 3 were given"),
     "a default": ({"edge": wide}, lambda points, _: (points,), "missing 1"),
@@ -146,10 +145,7 @@ def test_a_loss_with_other_arguments_than_it_takes_is_named(case):
 
 
 def test_losses_that_take_any_arguments_are_called_with_those_of_the_batch():
-    @functools.wraps(residual)
-    def weighed(p, x, weight):
-        return weight * residual(p, x)
-
+    weighed = functools.wraps(residual)(lambda p, x, weight: weight * residual(p, x))
     points, targets = batch()
     losses = fj.per_example({"edge": lambda *given: at_edge(*given), "inside": weighed})
     found = losses(PARAMS, points, targets | {"inside": torch.full((4,), 2.0)})
@@ -157,9 +153,8 @@ def test_losses_that_take_any_arguments_are_called_with_those_of_the_batch():
     torch.testing.assert_close(found, {"edge": expected["edge"], "inside": 2 * expected["inside"]})
     optional = fj.per_example({"edge": wide, "inside": residual})
     torch.testing.assert_close(optional(PARAMS, points, targets), expected)
-    how = {"losses": losses, "aggregator": fj.natural_gradient(), "optimizer": fj.sgd(0.1)}
     with pytest.raises(TypeError, match="missing 1 required positional argument") as failure:
-        fj.train_state(PARAMS, points, {"inside": torch.ones(4)}, **how)
+        losses(PARAMS, points, {"inside": torch.ones(4)})
     assert any("(loss 'edge'): the loss receives one example" in note for note in failure.value.__notes__)
 
 

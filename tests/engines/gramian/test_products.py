@@ -148,43 +148,6 @@ def test_rows_are_formed_some_columns_at_a_time(monkeypatch):
     assert largest.numel <= 64 * 96
 
 
-@given(
-    m=st.integers(1, 5),
-    leaves=st.lists(
-        st.tuples(
-            st.sampled_from([(), (3,), (2, 3), (0,)]),
-            st.sampled_from([torch.float16, torch.float32, torch.float64]),
-            st.sampled_from([torch.float32, torch.float64]),
-            st.integers(0, 2),
-        ),
-        min_size=1,
-        max_size=5,
-    ),
-    small=st.sampled_from([0, 6, 1 << 15]),
-    seed=st.integers(0, 99),
-)
-def test_leaves_joined_equal_leaves_apart(m, leaves, small, seed):
-    """Whichever of them are small enough to be joined, in whatever dtypes, and unused ones among them."""
-    likes = [torch.zeros(shape, dtype=dtype) for shape, dtype, _, _ in leaves]
-    parts = [
-        [numbers(m, *shape, seed=seed + 7 * k + use).to(rows) for use in range(uses)]
-        for k, (shape, _, rows, uses) in enumerate(leaves)
-    ]
-    parts.append([Factors(numbers(m, 2, 1, 3, seed=seed), numbers(m, 2, 1, 2, seed=seed + 1))])
-    likes.append(torch.zeros(3, 2, dtype=torch.float64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("functional_jd.core.rows.widest_join", lambda *_: small)
-        gramian, pullback = products_of_leaves(parts, likes, m)
-    rows = torch.cat([rows_of_parts(own, like.shape, m) for own, like in zip(parts, likes, strict=True)], 1)
-    assert gramian.dtype == torch.float64
-    assert (gramian - rows @ rows.mT).abs().max() <= 1e-6 * (rows @ rows.mT).abs().max()
-    weights = numbers(m, seed=3)
-    true = (weights.double() @ rows).split([like.numel() for like in likes])
-    for direction, like, own in zip(pullback(weights), likes, true, strict=True):
-        assert (direction.shape, direction.dtype) == (like.shape, like.dtype)
-        assert torch.allclose(direction.double().reshape(-1), own, rtol=1e-5 if like.itemsize > 2 else 2e-3, atol=2e-2)
-
-
 @pytest.mark.parametrize(("m", "positions", "groups"), [(5, 60, 1), (9, 40, 2), (300, 1, 1)])
 def test_pairs_beside_the_diagonal_are_computed_once_and_right(m, positions, groups):
     f = Factors(numbers(m, positions, groups, 3), numbers(m, positions, groups, 2, seed=1))
