@@ -38,15 +38,18 @@ OVERFLOWS = {
 }
 
 
+@pytest.mark.parametrize("shape", [(), (2,)])
 @pytest.mark.parametrize("where", OVERFLOWS)
 @pytest.mark.parametrize(("engine", "rule"), [("weighted", fj.mean), (fj.engines.features_engine(), fj.upgrad)])
-def test_an_overflow_in_heads_or_trunk_skips_a_step_without_rows(where, engine, rule):
+def test_an_overflow_in_heads_or_trunk_skips_a_step_without_rows(where, engine, rule, shape):
     how = {"losses": OVERFLOWS[where], "aggregator": rule(), "optimizer": fj.sgd(0.1), "engine": engine}
     for exponent, moves in ((100, False), (2, True)):
-        state = fj.train_state(PARAMS, X, scale=fj.scale_state(2.0**exponent), **how)
+        state = fj.train_state(PARAMS, X, scale=fj.scale_state(2.0**exponent, shape=shape), **how)
         after, info = fj.step(state, X, **how)
-        assert info.moved == moves
-        assert info.finite == moves
+        assert info.moved == info.finite.all() == moves
+        if where == "trunk":  # no row is to blame
+            assert info.finite.tolist() == ([moves] * 2 if shape else moves)
+            assert (after.scale.scale < state.scale.scale).tolist() == ([not moves] * 2 if shape else not moves)
         assert torch.equal(after.params["shared"]["w"], PARAMS["shared"]["w"]) != moves
 
 

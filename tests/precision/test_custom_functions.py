@@ -266,44 +266,34 @@ def test_combined_forwards_give_the_bits_of_custom_fwd(cast_inputs, dtype):
 def test_ops_within_follow_the_tables_with_vmap_and_without(dtype):
     seen = []
 
-    class Softmax(torch.autograd.Function):
-        generate_vmap_rule = True
+    def note(x, w):
+        """The linear layer is float32 under native autocast and vmap, the softmax half under that of the CPU."""
+        linear = torch.nn.functional.linear(x.float(), w.float(), w[0].float())
+        seen.append((linear.dtype, torch.softmax(x.to(dtype), -1).dtype))
 
+    class Noting(Product):
         @staticmethod
         def forward(x, w):
-            seen.append(torch.nn.functional.linear(x, w, w[0]).dtype)  # float32 under native autocast and vmap
-            return torch.softmax(x, -1)  # half under the CPU's native autocast
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(output)
-            ctx.save_for_forward(output)
+            note(x, w)
+            return x @ w
 
         @staticmethod
         def backward(ctx, cotangent):
-            (y,) = ctx.saved_tensors
-            seen.append(y.half().sum(-1).dtype)
-            return y * (cotangent - (y * cotangent).sum(-1, keepdim=True)), None
+            note(*ctx.saved_tensors)
+            return Product.backward(ctx, cotangent)
 
         @staticmethod
         def jvp(ctx, dx, dw):
-            (y,) = ctx.saved_tensors
-            seen.append(y.half().sum(-1).dtype)
-            return y * (dx - (y * dx).sum(-1, keepdim=True))
+            note(*ctx.saved_tensors)
+            return Product.jvp(ctx, dx, dw)
 
-    f = custom(Softmax)
-    x, w = draw(4, 4).to(dtype), draw(4, 4, key=1)
-    low = autocast(lambda x: f(x, w), dtype)
-    assert low(x).dtype == vmap(low)(x[None]).dtype == torch.float32
-    weighted = lambda x: (low(x) * w).sum()
-    expected = grad(lambda x: (torch.softmax(x.float(), -1) * w).sum())(x)
-    for found in (grad(weighted)(x), vmap(grad(weighted))(x[None])[0]):
-        assert found.dtype == dtype
-        assert (found - expected).abs().max() <= 4 * eps(dtype) * expected.abs().max()
-    assert seen == [dtype, dtype, dtype, torch.float32, dtype, torch.float32]
-    exact = jvp(lambda x: torch.softmax(x, -1), (x.float(),), (w,))[1]
-    assert (jvp(low, (x,), (w.to(dtype),))[1] - exact).abs().max() <= 4 * eps(dtype) * exact.abs().max()
-    assert seen[6:] == [dtype, torch.float32]
+    x, w = draw(4, 4), draw(4, 4, key=1)
+    f = autocast(custom(Noting), dtype)
+    for road in ("alone", "vmap", "grad of x", "vmap(grad)", "jvp", "vmap(jacfwd)"):
+        seen.clear()
+        (REVERSE | FORWARD)[road](f)(x, w)
+        assert len(seen) == (1 if road in ("alone", "vmap") else 2)
+        assert set(seen) == {(dtype, torch.float32)}
 
 
 def test_tensors_may_come_by_name_beside_what_is_no_tensor():

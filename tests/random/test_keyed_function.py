@@ -3,6 +3,7 @@
 import gc
 import inspect
 import re
+from functools import partial
 from types import FunctionType
 
 import pytest
@@ -340,53 +341,38 @@ def block(w):
     return nn.functional.dropout(w.sin(), 0.5).cos() * torch.rand(8)
 
 
-CHECKPOINTED = {
-    "once": lambda w: checkpoint(block, w, use_reentrant=False),
-    "twice": lambda w: checkpoint(block, checkpoint(block, drop(w), use_reentrant=False), use_reentrant=False),
-    "nested": lambda w: checkpoint(lambda w: checkpoint(block, w, use_reentrant=False), w, use_reentrant=False),
-    "nested and after": lambda w: nn.functional.dropout(
-        checkpoint(
-            lambda w: block(checkpoint(block, checkpoint(block, w, use_reentrant=False), use_reentrant=False)),
-            w,
-            use_reentrant=False,
-        )
-    ),
-    "without restored generators": lambda w: checkpoint(block, w, use_reentrant=False, preserve_rng_state=False),
+again = partial(checkpoint, use_reentrant=False)
+CHECKPOINTED = {  # of `run`, which calls a function in a checkpoint or as it is
+    "once": lambda run, w: run(block, w),
+    "twice": lambda run, w: run(block, run(block, drop(w))),
+    "nested": lambda run, w: run(lambda w: run(block, w), w),
+    "nested and after": lambda run, w: drop(run(lambda w: block(run(block, run(block, w))), w)),
 }
 
 
-def plainly(f):
-    """The same function without checkpoints."""
-
-    def run(w):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(globals(), "checkpoint", lambda block, w, **_: block(w))
-            return f(w)
-
-    return run
-
-
+@pytest.mark.parametrize("run", [again, partial(again, preserve_rng_state=False)], ids=["restored", "not restored"])
 @pytest.mark.parametrize("f", CHECKPOINTED.values(), ids=CHECKPOINTED)
-def test_what_a_checkpoint_computes_again_draws_the_same(f):
+def test_what_a_checkpoint_computes_again_draws_the_same(f, run):
     w = torch.linspace(1, 2, 8, dtype=double, requires_grad=True)
-    expected = keyed(plainly(f))(KEY, w)
+    recomputed = keyed(lambda w: f(run, w))
+    expected = keyed(lambda w: f(lambda inner, w: inner(w), w))(KEY, w)
     gradient = torch.autograd.grad(expected.sum(), w)
     state = torch.get_rng_state()
-    y = keyed(f)(KEY, w)
+    y = recomputed(KEY, w)
     assert torch.equal(y, expected)
     # The backward pass runs outside, and draws by others come between.
-    other = keyed(f)(random.key(5), w)
+    other = recomputed(random.key(5), w)
     assert torch.equal(torch.autograd.grad(y.sum(), w)[0], gradient[0])
     assert not torch.equal(other, expected)
     assert torch.equal(torch.get_rng_state(), state)
     # Inside, too.
-    inside = keyed(lambda w: torch.autograd.grad(f(w).sum(), w)[0] + 0 * torch.rand(8))
+    inside = keyed(lambda w: torch.autograd.grad(f(run, w).sum(), w)[0] + 0 * torch.rand(8))
     assert torch.equal(inside(KEY, w), gradient[0])
 
 
 def test_a_checkpoint_is_not_compiled_in_silence():
     w = torch.linspace(1, 2, 8, dtype=double, requires_grad=True)
-    f = keyed(CHECKPOINTED["twice"])
+    f = keyed(lambda w: CHECKPOINTED["twice"](again, w))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(f)(KEY, w)
 
