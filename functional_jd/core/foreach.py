@@ -98,9 +98,7 @@ def where_each(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> li
         if x.numel() <= _CHOSEN:
             small.setdefault(x.dtype, []).append(index)
     found: dict[int, Tensor] = {}
-    for places in small.values():
-        if len(places) <= 4:  # joining takes as many launches
-            continue
+    for places in (own for own in small.values() if len(own) > 4):  # of fewer, joining takes as many launches
         both = [torch.cat([given[index].reshape(-1) for index in places]) for given in (new, old)]
         parts = torch.where(flag, *both).split([new[index].numel() for index in places])
         shaped = [part.view(new[index].shape) for part, index in zip(parts, places, strict=True)]

@@ -30,9 +30,7 @@ def with_nan_of(x: Tensor, source: Tensor) -> Tensor:
 
 
 def order_of(x: Tensor) -> Tensor:
-    """The largest magnitude in `x`, constant to derivatives, 1 where all is zero: what `x` is divided by before squares
-    that might overflow.
-    """
+    """The largest magnitude in `x`, constant to derivatives, 1 where all is zero: a divisor before squares."""
     return nonzero(x.detach().abs().amax())
 
 
