@@ -42,22 +42,6 @@ def test_active_transforms_are_known_and_counted():
         assert internals.transform_level() != outside
 
 
-def test_active_transforms_are_known_while_compiling():
-    def f(x):
-        inner = []
-
-        def g(x):
-            inner.append(internals.transform_level()[0])
-            return x.sin().sum()
-
-        y = torch.func.grad(g)(x)
-        return y * (2 if inner[0] is not None else 3) * (5 if internals.under_transform() else 7)
-
-    torch._dynamo.reset()
-    x = torch.ones(2)
-    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(x), 10 * x.cos())
-
-
 def test_batched_tensors_are_known_and_unwrapped():
     x = torch.arange(6.0).reshape(2, 3)
     found = []
@@ -133,16 +117,6 @@ def test_weight_norm_is_what_the_parametrization_calls():
     assert "_weight_norm" in seen.names
     v, g = torch.randn(3, 2), torch.ones(3, 1)
     torch.testing.assert_close(torch._weight_norm(v, g, 0), v / v.norm(dim=1, keepdim=True))
-
-
-def test_stand_ins_of_transforms_and_tracers_have_no_values():
-    assert internals.has_values(torch.ones(2))
-    assert internals.has_values(nn.Parameter(torch.ones(2)))
-    assert not internals.has_values(torch.ones(2, device="meta"))
-    assert not internals.has_values(3)
-    torch.vmap(lambda x: pytest.fail("batched") if internals.has_values(x) else x)(torch.ones(2))
-    with torch._subclasses.FakeTensorMode():
-        assert not internals.has_values(torch.ones(2))
 
 
 def test_changes_in_place_are_counted_below_vmap_too():
@@ -243,27 +217,6 @@ def test_torch_compile_shows_every_function_to_a_mode_that_is_asked_for():
     torch.compiler.reset()
     for y in torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2)):
         assert torch.equal(y, torch.full((2,), 7.0))
-
-
-def test_torch_compile_traces_one_form_of_unflatten_in_a_handler():
-    class Through(TorchFunctionMode):
-        def __init__(self, form):
-            super().__init__()
-            self.form = form
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return self.form(func)(*args, **(kwargs or {}))
-
-    def f(x, form):
-        with Through(form):
-            return x.unflatten(0, (2, 3)).sum(0)
-
-    torch.compiler.reset()
-    compiled, x = torch.compile(f, backend="eager", fullgraph=True), torch.arange(6.0)
-    assert torch.equal(compiled(x, internals.traceable), x[:3] + x[3:])
-    if torch.__version__ < "2.14":  # the others trace both: without this torch, `traceable` may go
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="unflatten"):
-            compiled(x, lambda func: func)
 
 
 def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):

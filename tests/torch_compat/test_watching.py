@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import has_torch_function
+from two_tasks import two_tasks
 
 import functional_jd as jd
 from functional_jd.torch_compat.watching import StateJournal, Watch
@@ -95,37 +96,18 @@ def test_what_the_graph_made_is_not_copied():
     assert not journal.before
 
 
-def plain(seen):
-    def losses(params, x):
-        seen.append(has_torch_function((x,)))
-        h = torch.tanh(x @ params["w"])
-        return torch.stack([h.square().mean(), h.abs().mean()])
-
-    return losses, {"w": torch.ones(3, 2)}
-
-
-def multitask(seen):
-    def features(shared, x):
-        seen.append(has_torch_function((x,)))
-        return torch.tanh(x @ shared["w"])
-
-    def heads(own, h, x):
-        seen.append(has_torch_function((x,)))
-        return torch.stack([(h @ own["v"]).square().mean(), h.abs().mean()])
-
-    return jd.multitask(features, heads), {"shared": {"w": torch.ones(3, 2)}, "heads": {"v": torch.ones(2)}}
-
-
 @pytest.mark.parametrize("rule", [jd.mean, jd.upgrad])
-@pytest.mark.parametrize("kind", [plain, multitask])
+@pytest.mark.parametrize("kind", ["plain", "multitask"])
 def test_no_mode_sees_the_ops_of_an_eager_step(kind, rule):
-    seen, x = [], torch.ones(4, 3)
-    losses, params = kind(seen)
+    seen, (params, features, top, batch) = [], two_tasks()
+    noting = lambda f: lambda *args: seen.append(has_torch_function(batch)) or f(*args)
+    whole = noting(lambda p, *batch: top(p["heads"], features(p["shared"], *batch), *batch))
+    losses = whole if kind == "plain" else jd.multitask(noting(features), noting(top))
     method = {"losses": losses, "aggregator": rule(), "optimizer": jd.sgd(0.1)}
-    state = jd.train_state(params, x, **method)
+    state = jd.train_state(params, *batch, **method)
     for engine in ("auto", "jacobian", *(["weighted"] if rule is jd.mean else [])):
         seen.clear()
-        state, info = jd.step(state, x, engine=engine, **method)
+        state, info = jd.step(state, *batch, engine=engine, **method)
         assert info.moved
         assert seen
         assert set(seen) == {False}
