@@ -81,9 +81,12 @@ def check_learning(
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         cast("Any", plan.losses).gathers(starting=True).announce(without, mesh.device_type)
-    own = {_place(found[key]) for key in found.keys() - set(map(id, points)) if found[key].numel()} - {None}
-    for name, x in named.items():
-        if id(x) in found and _place(x) in own:
+    own = {_place(found[key]) for key in found.keys() - set(map(id, points))} - {None}
+    first: dict[Any, Tensor] = {}
+    for name, x, leaf in zip(tree_names(params), points, tree_leaves(plan.args[0]), strict=True):
+        if (place := _place(x)) is not None and first.setdefault(place, leaf) is not leaf:  # but one may start two
+            raise ValueError(f"{here()}: params must hold tied weights once, found {name!r} again. Pass one, or clone.")
+        if id(x) in found and place in own:
             raise ValueError(
                 f"{here()}: expected losses that use the parameters that they receive, found that they also use the "
                 f"tensor that {name!r} starts from, which never moves. Look it up in the module whenever it is used, "
@@ -176,10 +179,7 @@ def _check_reached(
     if needed and not training:
         warn(f"{text}: their weights mean nothing.")
     elif needed:
-        raise ValueError(
-            f"{text}. Return other values as aux, with has_aux=True; of a task without labels in this batch, pass "
-            "constant=[name]."
-        )
+        raise ValueError(f"{text}. Return others as aux (has_aux=True); for a task without labels, constant=[name].")
     return unreached, reached
 
 
@@ -219,7 +219,7 @@ def _memory(x: Tensor) -> int | None:
 
 
 def _place(x: Tensor) -> Any:
-    return (x.data_ptr(), x.shape) if type(x) in PLAIN_TENSORS else None
+    return (x.data_ptr(), x.shape) if type(x) in PLAIN_TENSORS and x.numel() else None
 
 
 def _nodes(values: list[Tensor]) -> list[Any]:

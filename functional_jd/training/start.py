@@ -59,7 +59,7 @@ def train_state(
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise without effect (`noised`); losses that change
             parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
-            m; losses that the rule cannot take, such as negative ones.
+            m; losses that the rule cannot take, such as negative ones; tied weights at two places.
 
     Warns:
         UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;

@@ -74,7 +74,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         TypeError, ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); a rule
             that weights single entries; several ranks and no group; errors of `aggregate`, `jacobian_fn` and
             `replicated`. In calls without a state, which evaluate the losses once more: losses that
-            do not depend on the parameters, and ranks that differ.
+            do not depend on the parameters, tied weights at two places, and ranks that differ.
 
     Warns:
         UserWarning: in calls without a state, gradients in float16 without a scale, losses or parameters without a
@@ -269,7 +269,7 @@ def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses
 
 
 def _points(losses: Losses, given: Any, name: str) -> list[Tensor]:
-    """The tensors to differentiate by."""
+    """The tensors to differentiate by: tied weights, which two modules name, once."""
     leaves = tree_leaves(list(given) if isinstance(given, Iterator | ValuesView) else given)
     for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not value.requires_grad:
@@ -279,7 +279,7 @@ def _points(losses: Losses, given: Any, name: str) -> list[Tensor]:
             )
     if any(is_sharded(leaf) for leaf in leaves):
         raise ValueError(f"{here()}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")
-    points = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    points = [*{id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values()]
     if not points:
         cure = "Pass model.parameters() anew, or features that are not detached."
         raise ValueError(f"{here()}: {name} must be tensors that require grad, found none. {cure}")

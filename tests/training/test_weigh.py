@@ -215,3 +215,35 @@ def test_a_loss_that_is_not_finite_makes_all_weights_nan_also_where_its_gradient
     assert (found.weights.isnan() & weights.isnan()).all()
     assert not any([state, found.state])
     assert all(row.isfinite().all() for row in rows_by_hand(two(net(x)), [*net.parameters()]))
+
+
+def test_weights_that_two_modules_share_count_once():
+    """As parameters of both, the rows would have their gradient twice, and steps would move it apart."""
+    encoder, decoder = nn.Embedding(6, 4).double(), nn.Linear(4, 6).double()
+    decoder.weight = encoder.weight
+    ids = torch.arange(6)
+
+    def losses_at(params):
+        hidden = functional_call(encoder, params["encoder"], ids).tanh()
+        answer = functional_call(decoder, params["decoder"], hidden)
+        return {"next": nn.functional.cross_entropy(answer, ids.roll(1)), "size": hidden.square().mean()}
+
+    named = {"encoder": dict(encoder.named_parameters()), "decoder": dict(decoder.named_parameters())}
+    losses = losses_at(named)
+    rows = rows_by_hand(losses.values(), [encoder.weight, decoder.bias])
+    found = jd.weigh(losses, [*encoder.parameters(), *decoder.parameters()], jd.config())
+    check_same(found.weights, jd.aggregate(jd.config(), rows).weights)
+
+    values = {part: {name: p.detach() for name, p in own.items()} for part, own in named.items()}
+    method = {"losses": losses_at, "aggregator": jd.config()}
+    for params in (named, values):
+        for start in (
+            lambda given: jd.train_state(given, optimizer=jd.sgd(0.1), **method),
+            lambda given: jd.weights_fn(**method)(given),
+            lambda given: jd.accumulate(losses_at, [()], params=given, aggregator=jd.config()),
+        ):
+            with pytest.raises(ValueError, match=r"tied weights once, found 'encoder.weight' again"):
+                start(params)
+    equal = torch.zeros(2)  # one tensor may be the start of two
+    square = lambda p: torch.stack([p["a"].square().sum(), (p["b"] - 1).square().sum()])
+    jd.train_state({"a": equal, "b": equal}, losses=square, aggregator=jd.mean(), optimizer=jd.sgd(0.1))
