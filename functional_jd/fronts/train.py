@@ -132,11 +132,12 @@ def train(
     def noted(states: TrainState, *batch: Any) -> tuple[TrainState, StepInfo]:
         nonlocal last
         last = batch
-        return take(states, *batch)
+        with torch.no_grad():  # else parameters that the losses only close over keep the graph of all steps
+            return take(states, *batch)
 
     of_step: Any = {"on_step": on_step, "progress": progress, "patience": patience}
     states = fit(noted, states, chain([first], remaining), **of_step)
-    _, info = take(states, *last)
+    _, info = noted(states, *last)
     found = torch.cat([x.detach().reshape(len(preferences), -1).double() for x in tree_leaves(info.losses)], 1)
     return Front(states, found, preferences)
 

@@ -197,3 +197,10 @@ def test_numbers_that_do_not_fit_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_no_graph_grows_through_parameters_that_losses_only_close_over():
+    backbone, x = nn.Linear(3, 4), torch.randn(5, 3)
+    how = {"losses": lambda p, x: (backbone(x) @ p).square().mean(0), "optimizer": jd.adamw(0.1)}
+    front = train(torch.ones(4, 2), [(x,)] * 3, rule=RULES["upgrad"], preferences=lattice(2, 3), **how)
+    assert not any(x.requires_grad for x in tree_leaves(front))
