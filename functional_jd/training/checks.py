@@ -81,16 +81,14 @@ def check_learning(
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         cast("Any", plan.losses).gathers(starting=True).announce(without, mesh.device_type)
-    own = {_place(found[key]) for key in found.keys() - set(map(id, points))} - {None}
-    first: dict[Any, Tensor] = {}
+    own, first = {_place(found[key]) for key in found.keys() - set(map(id, points))} - {None}, dict[Any, Tensor]()
     for name, x, leaf in zip(tree_names(params), points, tree_leaves(plan.args[0]), strict=True):
         if (place := _place(x)) is not None and first.setdefault(place, leaf) is not leaf:  # but one may start two
             raise ValueError(f"{here()}: params must hold tied weights once, found {name!r} again. Pass one, or clone.")
         if id(x) in found and place in own:
             raise ValueError(
                 f"{here()}: expected losses that use the parameters that they receive, found that they also use the "
-                f"tensor that {name!r} starts from, which never moves. Look it up in the module whenever it is used, "
-                "or detach it."
+                f"tensor that {name!r} starts from, which never moves. Read it from the module each time, or detach it."
             )
     trunk = tree_leaves(kind.row_params(plan.losses, params))
     unreached, reached = _check_reached(values, points, trunk, constant, training)

@@ -115,7 +115,7 @@ def test_a_task_without_labels_in_the_first_batch_starts_by_name(kind, rule):
     params, losses = with_missing_labels(kind)
     method = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
     nothing = torch.full((8,), torch.nan)
-    with pytest.raises(ValueError, match=r"found 'b' without a gradient.*in this batch, pass constant=\[name\]"):
+    with pytest.raises(ValueError, match=r"found 'b' without a gradient.*for a task without labels, constant=\[name\]"):
         fj.train_state(params, X, nothing, **method)
     state = fj.train_state(params, X, nothing, constant=["b"], **method)  # no warning: warnings are errors
     state, info = fj.step(state, X, nothing, **method)
