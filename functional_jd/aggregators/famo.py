@@ -75,7 +75,7 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
 
     Args:
         state: the rule's state after the step.
-        losses: the losses after the step: a tensor or pytree with m elements in leaf order.
+        losses: those after the step, without a graph: a tensor or pytree with m elements in leaf order.
 
     Returns:
         The state for the next call. Only the first measurement after a call counts: after a skipped step, whose losses

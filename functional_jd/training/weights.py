@@ -16,7 +16,7 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.safe import nan_unless
 from functional_jd.core.sharding import is_sharded, meshes_of
-from functional_jd.core.tree import all_finite, tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import all_finite, detach_tree, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses, element_count, row_scales
 from functional_jd.engines.plan import Engine, Plan
@@ -240,7 +240,7 @@ def weigh(
             (known, rows), finite = mean_over_group((known, rows), group), agree(finite, group)
     plan = Plan(False, None, False, rule=aggregator, view=view, leaves=points, guarded=False, scale_state=no_scale())
     seen = observe(plan, Engine(lambda _: Observation(known, rows=rows, finite=finite)))
-    weights, memory = weights_and_memory(plan, seen, state, group and partial(replicate, group=group))
+    weights, memory = weights_and_memory(plan, seen, detach_tree(state), group and partial(replicate, group=group))
     return Weighed(weights, memory, finite if factor is None or factor.ndim else finite.all())
 
 

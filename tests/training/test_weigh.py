@@ -247,3 +247,13 @@ def test_weights_that_two_modules_share_count_once():
     equal = torch.zeros(2)  # one tensor may be the start of two
     square = lambda p: torch.stack([p["a"].square().sum(), (p["b"] - 1).square().sum()])
     jd.train_state({"a": equal, "b": equal}, losses=square, aggregator=jd.mean(), optimizer=jd.sgd(0.1))
+
+
+def test_weights_are_constants_whatever_the_state_carries():
+    net, memory = model(), None
+    for _ in range(2):
+        losses = losses_of(net, *batch())
+        weights, memory, _ = jd.weigh(losses, net.parameters(), jd.famo(), state=memory)
+        assert not any(x.requires_grad for x in (weights, *memory))
+        (weights * losses).sum().backward()
+        memory = jd.famo_after_step(memory, losses_of(net, *batch()))
