@@ -16,15 +16,15 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_801  # goal 12,500
-LINES = 23_364  # goal 22,000
+CODE_LINES = 13_730  # goal 12,500
+LINES = 23_259  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
     ("core",): 1_487,  # goal 1,300
-    ("torch_compat",): 1_443,  # goal 1,200
+    ("torch_compat",): 1_425,  # goal 1,200
     ("random",): 797,
     ("solvers",): 1_380,
     ("precision",): 1_101,

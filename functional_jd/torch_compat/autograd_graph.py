@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.torch_internals import private
 
 # What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor.
 _run_backward: Any = private("autograd.graph._engine_run_backward", "backward passes", otherwise=False)
+_PLAIN = {Tensor, nn.Parameter, GradientEdge}
 
 
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
@@ -91,10 +92,11 @@ def gradients(
 ) -> list[Tensor | None]:
     """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached.
 
-    Its questions about each tensor are left out if no mode and no subclass of tensors intercepts the call.
+    Its questions about each tensor are left out, unless a subclass of tensors intercepts the call. A mode that did so,
+    such as that of `torch.set_default_device`, would hide what runs again from `OwnParameters`.
     """
     how = retain_graph, create_graph
-    if has_torch_function((*outputs, *inputs)) or not _run_backward:
+    if not (_run_backward and _PLAIN.issuperset(map(type, (*outputs, *inputs)))):
         return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
     with OwnParameters(outputs):
         found = _run_backward(tuple(outputs), tuple(cotangents), *how, tuple(inputs), True, accumulate_grad=False)

@@ -1,7 +1,7 @@
 """Graphs of operators: written down without values, and searched for changes in place and for draws."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -35,11 +35,8 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     outputs = graph.graph.output_node().all_input_nodes
     for node in graph.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            lost = (value.device.type == "meta" and node in outputs) or _SYMBOLS & set(map(type, value.shape))
-        else:
-            lost = type(value) in _SYMBOLS
-        if lost:
+        numbers = value.shape if isinstance(value, Tensor) else [value]
+        if _SYMBOLS & {*map(type, numbers)} or (node in outputs and getattr(value, "is_meta", False)):
             raise _needs_values(str(node.target))
     return graph
 
@@ -78,9 +75,20 @@ def changed_in_place(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 def written_bases(graph: fx.GraphModule) -> list[fx.Node]:
     """The nodes whose values one of the operators changes in place, themselves or through a view."""
-    found = (each for node in graph.graph.nodes for each in written_by(node.target, node.args, node.kwargs))
-    nodes = [each for given in found for each in (given if isinstance(given, list | tuple) else [given])]
-    return [base for each in nodes if isinstance(base := base_of(each), fx.Node)]
+    found: list[Any] = []
+    for node in graph.graph.nodes:
+        if (schema := getattr(node.target, "_schema", None)) is None:
+            continue
+        for index, argument in enumerate(schema.arguments):
+            hidden = schema.name in _BATCH_NORMS and argument.name.startswith("running_")
+            if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
+                given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+                found += given if isinstance(given, list | tuple) else [given]
+    return [base for x in found if isinstance(base := base_of(x), fx.Node)]
+
+
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""Operators that change an argument although their schema does not tell."""
 
 
 def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
@@ -90,21 +98,6 @@ def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
             arguments = node.normalized_arguments(graph, normalize_to_only_use_kwargs=True)
             if arguments is None or arguments.kwargs.get("dropout_p") != 0:
                 yield node
-
-
-def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that a call of an operator writes into, each a tensor or a list, or what stands for them."""
-    schema: Any = getattr(operator, "_schema", None)
-    if schema is None:
-        return
-    for index, argument in enumerate(schema.arguments):
-        hidden = schema.name in _BATCH_NORMS and argument.name.startswith("running_")
-        if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
-            yield args[index] if index < len(args) else kwargs.get(argument.name)
-
-
-_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""Operators that change an argument although their schema does not tell."""
 
 
 def base_of(node: Any) -> Any:

@@ -81,12 +81,10 @@ def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
     """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one. With momentum 0 and
     without averages it is not a layer: convolutions standardize their weights so.
     """
-    training = args[5] if len(args) > 5 else kwargs.get("training", False)
-    momentum = args[6] if len(args) > 6 else kwargs.get("momentum")
-    average = args[1] if len(args) > 1 else kwargs.get("running_mean")
-    x = args[0] if args else kwargs.get("input")
-    standardizes = momentum == 0 and average is None
-    if training and not standardizes and isinstance(x, Tensor) and x.ndim and x.shape[0] == 1:
+    given = dict(zip(_BATCH_NORM.split(), args, strict=False)) | kwargs
+    standardizes = given.get("momentum") == 0 and given.get("running_mean") is None
+    x = given.get("input")
+    if given.get("training") and not standardizes and isinstance(x, Tensor) and x.ndim and x.shape[0] == 1:
         raise ValueError(
             f"{here()}: expected a loss of one example without BatchNorm in training mode, found batch_norm of a batch "
             "of one, which has no statistics. Use eval mode, GroupNorm, or plain losses without per_example."
@@ -107,40 +105,29 @@ class SeparateNormAffine(RecomputedMode):
         return form(*args, **(kwargs or {}))
 
 
-def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Tensor:
-    return _affine(nn.functional.layer_norm(input, normalized_shape, eps=eps), weight, bias)
+def _apart(norm: Callable[..., Tensor], names: str, *, by_channel: bool = True) -> Callable[..., Tensor]:
+    """A norm layer with these arguments, whose weight and bias separate ops apply."""
 
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names.split(), args, strict=False)) | kwargs
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        plain = norm(**given)
+        ones = [1] * (plain.ndim - 2 if by_channel else 0)
+        y = plain if weight is None else plain * weight.reshape(*weight.shape, *ones)
+        return (y if bias is None else y + bias.reshape(*bias.shape, *ones)).to(plain.dtype)
 
-def _by_channel(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apart(
-        input: Tensor,
-        running_mean: Any = None,
-        running_var: Any = None,
-        weight: Any = None,
-        bias: Any = None,
-        *rest: Any,
-        **options: Any,
-    ) -> Tensor:
-        shape = (-1, *[1] * (input.ndim - 2))
-        parts = [None if part is None else part.reshape(shape) for part in (weight, bias)]
-        return _affine(norm(input, running_mean, running_var, None, None, *rest, **options), *parts)
-
-    return apart
-
-
-def _affine(plain: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    y = plain if weight is None else plain * weight
-    return (y if bias is None else y + bias).to(plain.dtype)
+    return run
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+_F = nn.functional
+_STATISTICS = "input running_mean running_var weight bias"
+_BATCH_NORM = f"{_STATISTICS} training momentum eps"
 _NORMS: dict[Any, Callable[..., Tensor]] = {
-    nn.functional.layer_norm: _layer_norm,
-    nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
-    nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),
+    _F.layer_norm: _apart(_F.layer_norm, "input normalized_shape weight bias eps", by_channel=False),
+    _F.batch_norm: _apart(_F.batch_norm, _BATCH_NORM),
+    _F.instance_norm: _apart(_F.instance_norm, f"{_STATISTICS} use_input_stats momentum eps"),
 }
