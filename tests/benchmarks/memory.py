@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,19 +32,11 @@ def peak_memory(call: Callable[[], Any], device: str = "cpu") -> int:
         file = Path(folder) / "trace.json"
         record.export_chrome_trace(str(file))
         events = [event for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    events.sort(key=lambda event: event["ts"])
-    return highest((event["args"]["Addr"], event["args"]["Bytes"]) for event in events)
-
-
-def highest(changes: Iterable[tuple[int, int]]) -> int:
-    """The highest level of bytes, from 0, of blocks that come (positive) and go (negative), by address.
-
-    What goes without having come was there before: the profiler reports it if it knew its address in an earlier run.
-    """
     blocks: dict[int, int] = {}
     level = peak = 0
-    for address, size in changes:
-        level -= blocks.pop(address, 0)
+    for event in sorted(events, key=lambda event: event["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        level -= blocks.pop(address, 0)  # what goes without having come was there before
         if size > 0:
             blocks[address] = size
             level += size

@@ -71,17 +71,13 @@ def _states(steps=12):
     return [jd.scale_state(2.0 ** (16 - k // 5), shape=(2,)) for k in range(steps)]
 
 
-def _short_path(problem):
-    return {"mean": plotting.descend(problem, jd.mean(), steps=3)}
-
-
 QUADRATICS = plotting.quadratics()
 ENTRYWISE = [info._replace(weights={"w": torch.ones(2, 3)}) for info in _infos()]
 PICTURES = {
     "cone": lambda ax: plotting.cone(CONFLICTED, RULES, ax),
     "cone in space": lambda ax: plotting.cone(SPATIAL, RULES, ax),
     "history": lambda ax: plotting.history(ENTRYWISE, ax=None if ax is None else [ax])[0],
-    "trajectories": lambda ax: plotting.trajectories(QUADRATICS, _short_path(QUADRATICS), ax),
+    "trajectories": lambda ax: plotting.trajectories(QUADRATICS._replace(steps=3), {"mean": jd.mean()}, ax),
     "front": lambda ax: plotting.front(
         {"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax, reference=torch.ones(2)
     ),
@@ -297,12 +293,17 @@ def test_a_training_shows_its_losses_and_where_it_was_skipped():
     assert _labels(scales) == ["all objectives", "skipped"]
 
 
-def test_scales_have_a_line_per_objective():
-    ax = plotting.history(_infos(), _states())[2]
-    np.testing.assert_array_equal(_lines(ax)["b"].get_ydata(), 2.0 ** (16 - np.arange(12) // 5))
-    assert _labels(ax) == ["a", "b", "skipped"]
-    assert ax.get_yscale() == "linear"  # it halves twice
+def test_scales_have_a_line_per_objective_below_the_other_pictures():
+    drawn = plotting.history(_infos(), _states())
+    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale"]
+    assert [ax.get_xlabel() for ax in drawn] == ["", "", "step"]
+    np.testing.assert_array_equal(_lines(drawn[2])["b"].get_ydata(), 2.0 ** (16 - np.arange(12) // 5))
+    assert _labels(drawn[2]) == ["a", "b", "skipped"]
+    assert drawn[2].get_yscale() == "linear"  # it halves twice
     assert plotting.history(_infos(20), _states(20))[2].get_yscale() == "log"
+    assert [ax.get_ylabel() for ax in plotting.history(ENTRYWISE)] == ["loss"]
+    axes = plt.subplots(2, 1)[1]
+    assert plotting.history(_infos(), ax=axes) == list(axes)
 
 
 def test_losses_in_one_tensor_are_numbered_and_many_are_drawn_alike():
@@ -360,15 +361,6 @@ def test_rows_whose_losses_were_replaced_by_means_are_numbered():
     assert _labels(losses) == ["edge", "inside"]
     for ax in (weights, norms):
         assert _labels(ax) == [f"row {index}" for index in range(8)]
-
-
-def test_the_history_puts_all_pictures_above_each_other():
-    drawn = plotting.history(_infos(), _states())
-    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale"]
-    assert [ax.get_xlabel() for ax in drawn] == ["", "", "step"]
-    assert [ax.get_ylabel() for ax in plotting.history(ENTRYWISE)] == ["loss"]
-    axes = plt.subplots(2, 1)[1]
-    assert plotting.history(_infos(), ax=axes) == list(axes)
 
 
 # Problems and trajectories
@@ -504,22 +496,27 @@ def test_the_front_has_full_markers_and_the_rest_hollow_ones():
 
 # What is wrong: garbage of other kinds is in `tests/fuzz`
 
-WRONG = [
-    (lambda: plotting.cone(torch.ones(4, 4)), "at most three rows, found 4 rows of 4 entries"),
-    (lambda: plotting.cone(torch.tensor([[1.0, math.nan]])), "found nan or inf in the Jacobian"),
-    (lambda: plotting.cone(CONFLICTED[:0]), "cone: needs at least one row"),
-    (lambda: plotting.front({"mine": torch.zeros(4, 3)}), r"front: points 'mine' must be .*\[k, 2\].*\[4, 3\]"),
-    (
-        lambda: plotting.trajectories(QUADRATICS, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))}),
-        r"trajectories: rules must be points \[steps \+ 1, s, 2\] in 'mine', found torch.float32 \[3, 2\]",
+WRONG = {
+    "at most three rows, found 4 rows of 4 entries": lambda: plotting.cone(torch.ones(4, 4)),
+    "found nan or inf in the Jacobian": lambda: plotting.cone(torch.tensor([[1.0, math.nan]])),
+    "cone: needs at least one row": lambda: plotting.cone(CONFLICTED[:0]),
+    r"front: points 'mine' must be .*\[k, 2\].*\[4, 3\]": lambda: plotting.front({"mine": torch.zeros(4, 3)}),
+    r"trajectories: rules must be points \[steps \+ 1, s, 2\] in 'mine', found torch.float32 \[3, 2\]": (
+        lambda: plotting.trajectories(QUADRATICS, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))})
     ),
-]
+    "history: expected a list of records, one per step, found St": lambda: plotting.history(_infos()[0]),
+    "history: expected a list of records, one per step, found Sc": lambda: plotting.history(_infos(), _states()[0]),
+    "each record must be a .*, found 1": lambda: plotting.history([1]),
+    "the same objectives at every step": lambda: plotting.history([*_infos(m=2), *_infos(m=3)]),
+}
+"""By what the error says, the call."""
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_plots_say_what_is_wrong_before_they_make_a_figure(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+@pytest.mark.parametrize("message", WRONG)
+def test_plots_say_what_is_wrong_before_they_make_a_figure(message):
+    of_records = TypeError if "record" in message else ValueError
+    with pytest.raises(of_records, match=message):
+        WRONG[message]()
     assert not plt.get_fignums()
 
 
@@ -531,13 +528,3 @@ def test_axes_that_do_not_fit_are_named():
         plotting.cone(CONFLICTED, ax=plt.subplots(subplot_kw=space)[1])
     with pytest.raises(ValueError, match="one Axes per plot, 2 in all, found 3"):
         plotting.history(_infos(), ax=plt.subplots(3, 1)[1])
-
-
-def test_histories_say_what_is_wrong():
-    for infos, states in ((_infos()[0], None), (_infos(), _states()[0])):
-        with pytest.raises(TypeError, match="history: expected a list of records, one per step, found S"):
-            plotting.history(infos, states)
-    with pytest.raises(TypeError, match=r"each record must be a .*, found 1"):
-        plotting.history([1])
-    with pytest.raises(ValueError, match="the same objectives at every step"):
-        plotting.history([*_infos(m=2), *_infos(m=3)])
