@@ -2,7 +2,7 @@
 
 import inspect
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from garbage import (
@@ -15,6 +15,7 @@ from garbage import (
     ROWS,
     SWITCH,
     TREE,
+    Argument,
     Call,
     kinds,
 )
@@ -75,14 +76,6 @@ def infos(n: int = 2) -> list[jd.StepInfo]:
 
 USUAL = object()
 """Stands for what losses usually return. Garbage in its place is what they return too."""
-
-
-class Argument(NamedTuple):
-    """A valid value, or a function that makes it; the kinds of garbage that are valid too; a function of the user?"""
-
-    value: Any
-    fine: frozenset[str] = frozenset()
-    function: bool = False
 
 
 ARGUMENTS = {
@@ -153,10 +146,4 @@ def call(f: Any, public: Any = None, /, *, said_by: tuple[str, ...] = (), **own:
         arguments[name] = (
             given if isinstance(given, Argument) else ARGUMENTS.get(name, Argument(0))._replace(value=given)
         )
-    return Call(
-        f,
-        lambda: {name: a.value() if callable(a.value) else a.value for name, a in arguments.items()},
-        {name: a.fine for name, a in arguments.items()},
-        frozenset(name for name, a in arguments.items() if a.function),
-        said_by,
-    )
+    return Call(f, arguments, said_by)

@@ -75,22 +75,30 @@ ROWS = OF_TWO | {"wrong_shape"}
 BATCHES = kinds({"list", "dict", "parameters", "sparse", "empty"})
 
 
+class Argument(NamedTuple):
+    """A valid value, or a function that makes it; the kinds of garbage that are valid too; a function of the user?"""
+
+    value: Any
+    fine: frozenset[str] = frozenset()
+    function: bool = False  # whose own errors pass
+
+
 class Call(NamedTuple):
     """A valid call of a public function.
 
     Attributes:
         f: calls the function with its arguments by name, and what it returns, so that what is accepted is also used.
-        valid: returns new valid arguments.
-        fine: by argument, the kinds of garbage that are valid there.
-        functions: the arguments that are functions of the user, whose own errors pass.
+        arguments: by name.
         names: what an error message may begin with, beside the name of the function.
     """
 
     f: Callable[..., Any]
-    valid: Callable[[], dict[str, Any]]
-    fine: Mapping[str, frozenset[str]] = {}
-    functions: frozenset[str] = frozenset()
+    arguments: Mapping[str, Argument]
     names: tuple[str, ...] = ()
+
+    def valid(self) -> dict[str, Any]:
+        """New valid arguments."""
+        return {name: a.value() if callable(a.value) else a.value for name, a in self.arguments.items()}
 
 
 def outcome(name: str, call: Call, argument: str, kind: str) -> str:
@@ -99,7 +107,7 @@ def outcome(name: str, call: Call, argument: str, kind: str) -> str:
     try:
         call.f(**{**call.valid(), argument: garbage})
     except Exception as error:
-        if _is_ours(error, (name, *call.names)) or _is_of_the_user(error, argument in call.functions, kind):
+        if _is_ours(error, (name, *call.names)) or _is_of_the_user(error, call.arguments[argument].function, kind):
             return "good"
         if isinstance(error, AssertionError) and _frames(error)[-1].startswith(f"{PACKAGE}/testing/"):
             return "good"  # a law that is broken
@@ -107,7 +115,7 @@ def outcome(name: str, call: Call, argument: str, kind: str) -> str:
         if kind == "meta" and "meta" in str(error) and "Boolean" not in str(error):
             return "good"
         return f"{type(error).__name__}: {error}"
-    return "good" if kind in call.fine.get(argument, ()) else "accepted"
+    return "good" if kind in call.arguments[argument].fine else "accepted"
 
 
 def _is_ours(error: Exception, names: tuple[str, ...]) -> bool:

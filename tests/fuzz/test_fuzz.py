@@ -20,7 +20,7 @@ from fuzz_optimizers import OPTIMIZERS
 from fuzz_precision import PRECISION
 from fuzz_random import RANDOM
 from fuzz_rules import AGGREGATION, RULES
-from garbage import GARBAGE, Call, outcome
+from garbage import GARBAGE, Argument, Call, outcome
 from simulated import simulated
 from torch.utils._pytree import tree_leaves
 
@@ -138,7 +138,7 @@ def test_garbage_is_judged():
             if x is None:
                 raise error
 
-        return Call(f, lambda: {"x": 1})
+        return Call(f, {"x": Argument(1)})
 
     words = "f: x must be a number, found None. Pass 1."
     assert outcome("g", raising(TypeError(words)), "x", "none") == f"TypeError: {words}"
