@@ -87,7 +87,7 @@ ARGUMENTS = {
     "buffers": Argument(()),
     "chunk_size": Argument(2, OPTION),
     "constant": Argument((), kinds({"list"})),
-    "device": Argument(lambda: WHERE["now"], OPTION),
+    "device": Argument(lambda: WHERE["now"], OPTION | {"zero"}),  # torch takes an index
     "direction": Argument(params, FLOATS),
     "dtype": Argument(torch.float32),
     "engine": Argument("auto"),
