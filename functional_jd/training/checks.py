@@ -217,7 +217,7 @@ def _memory(x: Tensor) -> int | None:
 
 
 def _place(x: Tensor) -> Any:
-    return (x.data_ptr(), x.shape) if type(x) in PLAIN_TENSORS and x.numel() else None
+    return (at, x.shape) if type(x) in PLAIN_TENSORS and (at := x.data_ptr()) else None  # 0: empty, or on meta
 
 
 def _nodes(values: list[Tensor]) -> list[Any]:

@@ -247,6 +247,8 @@ def test_weights_that_two_modules_share_count_once():
     equal = torch.zeros(2)  # one tensor may be the start of two
     square = lambda p: torch.stack([p["a"].square().sum(), (p["b"] - 1).square().sum()])
     jd.train_state({"a": equal, "b": equal}, losses=square, aggregator=jd.mean(), optimizer=jd.sgd(0.1))
+    nowhere = {"a": torch.zeros(2, device="meta"), "b": torch.zeros(2, device="meta")}  # without memory to share
+    jd.train_state(nowhere, losses=square, aggregator=jd.mean(), optimizer=jd.sgd(0.1))
 
 
 def test_weights_are_constants_whatever_the_state_carries():
