@@ -165,16 +165,6 @@ def test_a_rank_holds_the_chunk_of_a_chunk_that_torch_gives_it(n, first, second,
     assert list(range(start, start + length)) == expected.tolist() or (length == 0 and not len(expected))
 
 
-def test_plain_leaves_pass_through_unchanged():
-    leaf = torch.ones(2, 3)
-    assert sharding.shard_of(leaf) is leaf
-    assert sharding.sharded_as(leaf, torch.ones(5), rows=1) is leaf
-    flags = torch.tensor([True, False])
-    assert sharding.agreed(flags, [leaf]) is flags
-    parts = [torch.tensor(1.0), torch.tensor(2.0)]
-    assert sharding.sum_over_shards(parts, [leaf, leaf]) == 3
-
-
 @given(st.lists(st.integers(0, 4), max_size=3))
 def test_positions_count_the_entries_of_a_leaf_or_a_row(shape):
     expected = torch.arange(torch.Size(shape).numel()).reshape(shape)

@@ -457,15 +457,10 @@ def regression(params, key, batch):
     return (hidden @ params["b"]).square()
 
 
-def a_problem():
-    names = random.split(random.key(3), 3)
-    params = {"a": random.normal(names[0], (3, 6), dtype=double), "b": random.normal(names[1], (6,), dtype=double)}
-    return params, random.normal(names[2], (4, 3), dtype=double)
-
-
 @pytest.mark.parametrize("kind", ["plain", "per example"])
 def test_every_row_of_every_engine_sees_the_same_draw(kind):
-    params, batch = a_problem()
+    a, b, batch = (random.normal(random.key(k), shape, dtype=double) for k, shape in enumerate([(3, 6), (6,), (4, 3)]))
+    params = {"a": a, "b": b}
     if kind == "plain":
         losses, key, function = regression, KEY, regression
     else:

@@ -41,12 +41,6 @@ def test_a_second_attempt_is_announced_with_place_reason_and_price():
         assert attempt(fails, lambda: 3, instead="does it slowly") == 3
 
 
-def test_a_first_attempt_that_works_says_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert attempt(lambda: 2, fails, instead="does it slowly") == 2
-
-
 def test_a_reason_is_said_once_and_another_again():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
