@@ -57,5 +57,5 @@ def nan_unless_finite(products: Any, heads: Heads) -> Any:
         return of_distinct(lambda own: torch.where(finite, own, torch.nan), products)
     if (largest := largest_magnitude(leaves)) is None:
         return products
-    # Zero times what is not finite is NaN.
-    return of_distinct(lambda own: torch.add(own, largest.to(own.device), alpha=0), products)
+    add = lambda own: torch.add(own, largest.to(own.device), alpha=0)  # zero times what is not finite is NaN
+    return add(products) if isinstance(products, torch.Tensor) else of_distinct(add, products)

@@ -123,7 +123,7 @@ def train(
     else:
         apart = isinstance(rule, Population)
         begin(tree_map(lambda x: x[0], start) if apart else start, buffers, marks[0])  # alone: tells what is wrong
-        each = tree_map(lambda x: torch.stack([x] * len(marks)), buffers) if apart else buffers
+        each = tree_map(lambda x: torch.stack([x] * len(marks)), buffers) if apart else buffers  # for batch norm
         states = torch.vmap(begin, in_dims=(0, 0, 0) if apart else (None, None, 0))(start, each, marks)
         # What does not depend on k is one value with stride 0: a step would be compiled for that, and once more.
         states = tree_map(lambda x: x.contiguous(), states)
@@ -135,8 +135,8 @@ def train(
         with torch.no_grad():  # else parameters that the losses only close over keep the graph of all steps
             return take(states, *batch)
 
-    of_step: Any = {"on_step": on_step, "progress": progress, "patience": patience}
-    states = fit(noted, states, chain([first], remaining), **of_step)
+    batches = chain([first], remaining)
+    states = fit(noted, states, batches, on_step=on_step, progress=progress, patience=patience)
     _, info = noted(states, *last)
     found = torch.cat([x.detach().reshape(len(preferences), -1).double() for x in tree_leaves(info.losses)], 1)
     return Front(states, found, preferences)

@@ -108,9 +108,9 @@ def accumulate(
     _check_examples(plan, skip, group)
     if state is None:
         check_learning(plan, buffers, training=False)
+        if group is not None:
+            check_alike(own, group, "parameters", {"rule": aggregator})
     run = _Run(parts, plan_of, buffers, skip == "part", group)
-    if group is not None and state is None:
-        check_alike(own, group, "parameters", {"rule": aggregator})
     if plan.view.products == "none":
         seen, memory, found, left, next_buffers = _by_weights(run, plan, state)
     else:

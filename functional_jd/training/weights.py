@@ -92,12 +92,11 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     def weights_of(params: Params, *batch: Any, state: Tree = None, scale: ScaleState | None = None) -> FoundWeights:
         params = detach_parameters(params)  # raises in every call: trainers freeze and thaw
-        if state is None:
-            check_ranks(losses, params, {"parameters": params}, {"rule": aggregator})
         ranks = group_of_ranks(group, losses, params)
         how: Any = {"engine": "auto" if ranks is None else replicated(group=ranks), "starting": state is None}
         plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, guarded=False, **how)
         if state is None:
+            check_ranks(losses, params, {"parameters": params}, {"rule": aggregator})
             check_learning(plan, training=False)
         seen = observe(plan, engine)
         weights, memory = weights_and_memory(plan, seen, state, engine.replicate)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import functional_jd as jd
+from functional_jd.core.float64 import has_float64
 
 PACKAGE = str(Path(jd.__file__).parent)
 
@@ -79,4 +80,4 @@ def test_a_warm_step_takes_a_short_way(make, rule, engine, calls, changes):
 
 
 def test_what_is_walked_is_counted():
-    assert walk(lambda: jd.precision.no_scale()) == (2, 1)
+    assert walk(lambda: (jd.precision.no_scale(), has_float64(torch.device("cpu")))) == (2, 1)

@@ -194,7 +194,7 @@ def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
     def masked(own: Tensor) -> Tensor:
         return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
 
-    return of_distinct(masked, products), rows
+    return masked(products) if isinstance(products, Tensor) else of_distinct(masked, products), rows
 
 
 def finite_rows(products: Products, flags: int) -> Tensor:
