@@ -17,7 +17,7 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
 CODE_LINES = 13_729  # goal 12,500
-LINES = 23_258  # goal 22,000
+LINES = 23_257  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
@@ -32,7 +32,7 @@ ROOMS = {
     ("aggregation", "aggregators"): 4_400,
     ("optimizers",): 1_170,
     ("engines",): 3_698,
-    ("training",): 2_550,  # goal 2,000
+    ("training",): 2_546,  # goal 2,000
     ("distributed",): 446,
     ("diagnostics", "fronts"): 1_286,  # goal 1,200
     ("testing",): 1_280,
