@@ -23,7 +23,7 @@ LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
-    ("core",): 1_487,  # goal 1,300
+    ("core",): 1_483,  # goal 1,300
     ("torch_compat",): 1_425,  # goal 1,200
     ("random",): 797,
     ("solvers",): 1_380,

@@ -198,9 +198,7 @@ def laid_out_as(found: Any, like: Any) -> Any:
 
 
 def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
-    """The begin and the length of this rank's part of a dimension that is sharded over some dimensions of the mesh: a
-    chunk of `torch.chunk`, from the first of these on.
-    """
+    """Begin and length of this rank's part of a dimension: chunks of `torch.chunk`, by some dimensions of the mesh."""
     start = 0
     for dim in dims:
         chunk = -(-size // mesh.size(dim))
@@ -210,9 +208,7 @@ def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def positions(leaf: Any, rows: int = 0) -> Tensor:
-    """The places of this rank's entries in the whole leaf, flattened: int64, like the shard. `rows=1` leaves
-    out the first dimension, of rows, and counts within one row.
-    """
+    """The places of this rank's entries in the whole leaf, flattened: int64, like the shard; `rows=1`: in one row."""
     places = torch.zeros((), dtype=torch.int64, device=leaf.device)
     for index, size in list(enumerate(leaf.shape))[rows:]:
         start, length = 0, size
