@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pages import line, write_between
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, start
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
 from functional_jd.aggregation.views import as_view
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.mgda import mgda
@@ -115,6 +115,27 @@ def rules_table() -> str:
             marks, seen = ["as its rules"] + [""] * (len(_COLUMNS) - 1), "as its rules"
         rows.append([f"`{name}`", seen, _state_of(name), *marks])
     return "\n".join(map(line, [["rule", "reads", "memory", *_COLUMNS.values()], *rows]))
+
+
+def rows_of(name: str) -> int:
+    """How many objectives tests give to a rule: at most four, unless it wants another number."""
+    rows = RULES[name].rows
+    return rows if isinstance(rows, int) else min(4, rows[1])
+
+
+def two_calls(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Two calls of a rule, as a function of tensors; and the tensors."""
+    rule, m, draw = rule_of(name), rows_of(name), torch.Generator().manual_seed(1)
+    like = RULES[name].like or {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
+    batches = [{k: torch.randn(m, *v.shape, generator=draw) for k, v in like.items()} for _ in range(2)]
+    view = as_view(rule.view)
+
+    def f(values: Tensor, first: Params, second: Params) -> Any:
+        others, given = [second] * (view.batches - 1), {"losses": values} if view.losses else {}
+        once = aggregate(rule, first, None, *others, **given)
+        return once, aggregate(rule, second, once.state, *others[:1], **given)
+
+    return f, (torch.rand(m, generator=draw) + 0.5, *batches)
 
 
 def _mark(entry: Entry, law: Law) -> str:

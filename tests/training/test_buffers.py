@@ -276,37 +276,9 @@ def test_aux_comes_back_from_every_kind_and_engine(kind, engine):
         close(compiled(state, x)[1].aux["h"], h, **AGREE)
 
 
-@pytest.mark.parametrize("engine", ["jacobian", "weighted"])
-def test_derivatives_reach_the_buffers_that_training_starts_with(engine):
-    w, x = torch.tensor([0.4, -0.7, 1.1], dtype=torch.float64), torch.tensor([0.3, 0.2, -0.5], dtype=torch.float64)
-
-    def losses(w, average, x):
-        average = (average + (w * x).sin()) / 2
-        return torch.stack([(w - average).square().sum(), average.exp().sum()]), average
-
-    def trained(average):
-        method = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
-        state = fj.train_state(w, x, buffers=average, **method)
-        for _ in range(2):
-            state, _ = fj.step(state, x, engine=engine, **method)
-        return state.params.square().sum() + state.buffers.sum()
-
-    def by_hand(average):
-        p = w.clone().requires_grad_()
-        for _ in range(2):
-            values, average = losses(p, average, x)
-            p = p - 0.1 * torch.autograd.grad(values.mean(), p, create_graph=True)[0]
-        return p.square().sum() + average.sum()
-
-    average = torch.tensor([0.1, 0.9, -0.2], dtype=torch.float64, requires_grad=True)
-    (expected,) = torch.autograd.grad(by_hand(average), average)
-    mapped = lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None])[0]
-    for derivative in (torch.func.grad, torch.func.jacfwd, mapped):
-        check_same(derivative(trained)(average.detach()), expected)
-
-
-@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
-def test_derivatives_of_multitask_steps_go_through_the_buffers(engine):
+@pytest.mark.parametrize("engine", ["jacobian", "gramian", "weighted"])
+@pytest.mark.parametrize("kind", ["plain", "multitask"])
+def test_derivatives_reach_the_buffers_and_parameters_that_training_starts_with(kind, engine):
     x = torch.tensor([[0.3, 0.2], [-0.5, 0.9], [0.1, -1.2]], dtype=torch.float64)
 
     def features(w, average, x):
@@ -316,19 +288,26 @@ def test_derivatives_of_multitask_steps_go_through_the_buffers(engine):
     def heads(v, h, average, x):
         return torch.stack([(h @ v - 1).square().mean(), (h.square() @ v - average.sum()).square().mean()]), average
 
-    def trained(w):
-        method = {"losses": fj.multitask(features, heads), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-        params = {"shared": w.view(2, 2), "heads": w[:2]}
-        state = fj.train_state(params, x, buffers=torch.zeros(2, dtype=torch.float64), **method)
+    def plain(params, average, x):
+        return heads(params["heads"], *features(params["shared"], average, x), x)
+
+    losses = fj.multitask(features, heads) if kind == "multitask" else plain
+    rule = fj.mean() if engine == "weighted" else fj.upgrad()
+    method = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+
+    def trained(start):
+        params = {"shared": start[:4].view(2, 2), "heads": start[:2]}
+        state = fj.train_state(params, x, buffers=start[4:], **method)
         for _ in range(3):
             state, _ = fj.step(state, x, engine=engine, **method)
         return state.params["shared"].pow(3).sum() + state.params["heads"].sum() + state.buffers.exp().sum()
 
-    w = torch.tensor([0.4, -0.7, 0.9, 0.2], dtype=torch.float64)
-    by_hand, slopes = w.clone().requires_grad_(), torch.func.jacfwd(trained)(w)
-    check_derivatives(slopes, trained, w)
-    check_same(torch.func.grad(trained)(w), slopes)
-    check_same(torch.autograd.grad(trained(by_hand), by_hand)[0], slopes)
+    start = torch.tensor([0.4, -0.7, 0.9, 0.2, 0.1, -0.2], dtype=torch.float64)
+    leaf, slopes = start.clone().requires_grad_(), torch.func.jacfwd(trained)(start)
+    check_derivatives(slopes, trained, start)
+    check_same(torch.vmap(torch.func.grad(trained))(start[None])[0], slopes)
+    check_same(torch.func.grad(trained)(start), slopes)
+    check_same(torch.autograd.grad(trained(leaf), leaf)[0][:4], slopes[:4])  # buffers are detached
 
 
 def test_what_does_not_fit_is_named():

@@ -283,27 +283,12 @@ def test_every_flipped_bit_is_found(dtype):
     x = torch.arange(6.0).reshape(2, 3).to(dtype)
     good = fj.to_checkpoint({"x": x, "key": fj.random.key(0)})
     assert same(fj.from_checkpoint(good, like={"x": x, "key": fj.random.key(1)})["key"], fj.random.key(0))
-    for name in ("x", "key", "functional_jd.checksums"):
-        for bit in range(good[name].nbytes * 8):
-            with pytest.raises(ValueError, match="from_checkpoint: expected tensors as they were written, found oth"):
+    assert {"x", "key"} < good.keys()
+    for name, tensor in good.items():
+        words = "a checkpoint of version 1 or 2" if "version" in name else "tensors as they were written, found oth"
+        for bit in range(tensor.nbytes * 8):
+            with pytest.raises(ValueError, match=f"from_checkpoint: expected {words}"):
                 fj.from_checkpoint({**good, name: flipped(good[name], bit)}, like={"x": x, "key": fj.random.key(0)})
-
-
-def test_a_file_with_a_flipped_bit_is_refused_or_gives_the_same(tmp_path):
-    state = {"w": torch.randn(40, 7), "memory": namedtuple("Memory", ["mean", "steps"])(torch.ones(9), torch.tensor(3))}
-    file = io.BytesIO()
-    torch.save(fj.to_checkpoint(state), file)
-    raw, draw, refused = bytearray(file.getvalue()), torch.Generator().manual_seed(0), 0
-    for bit in torch.randint(len(raw) * 8, (300,), generator=draw).tolist():
-        raw[bit // 8] ^= 1 << bit % 8
-        try:
-            found = fj.from_checkpoint(torch.load(io.BytesIO(bytes(raw)), weights_only=True), like=state)
-        except Exception:
-            refused += 1
-        else:
-            assert same(found, state), f"bit {bit}"
-        raw[bit // 8] ^= 1 << bit % 8
-    assert refused > 50
 
 
 def test_signs_that_change_together_are_found():

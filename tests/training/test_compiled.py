@@ -16,13 +16,12 @@ import torch
 from bounds import check_same
 from hypothesis import given
 from hypothesis import strategies as st
-from rule_table import RULES, rule_of
+from rule_table import RULES, two_calls
 from torch.nn.functional import batch_norm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as jd
-from functional_jd.aggregation.views import as_view
 
 X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}
@@ -41,15 +40,6 @@ def equal(found, expected):
 
 def dropped(params, x):
     return torch.nn.functional.dropout(losses(params, x), 0.5)
-
-
-norm = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-apply = jd.functional(norm)
-
-
-def normed(params, buffers, x):
-    output, buffers = apply(params, buffers, x)
-    return output.square().mean(0), buffers
 
 
 COMMON = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.adamw(0.1)}
@@ -108,33 +98,13 @@ def test_the_method_may_be_given_in_each_call_and_fit_takes_what_is_compiled():
         assert len(take.graphs) == graphs
 
 
-def test_buffers_of_a_module_go_through():
-    params, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
-    method = COMMON | {"losses": normed}
-    params = tree_map(torch.Tensor.detach, params)
-    state = jd.train_state(params, X[0], buffers=buffers, **method)
-    take = graph_of(partial(jd.step, **method))
-    torch.testing.assert_close(take(state, X[1]), jd.step(state, X[1], **method))
-    assert take(state, X[1])[0].buffers["1.num_batches_tracked"] == 1
-    assert norm[1].num_batches_tracked == 0
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_every_bit_of_every_rule(name):
-    rule, entry = rule_of(name), RULES[name]
-    m = entry.rows if isinstance(entry.rows, int) else min(4, entry.rows[1])
-    draw = torch.Generator().manual_seed(1)
-    like = entry.like or {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
-    view = as_view(rule.view)
-    numbers = partial(torch.randn, generator=draw, dtype=torch.float64)
-    batches = [{k: numbers(m, *v.shape) for k, v in like.items()} for _ in range(view.batches)]
-    given = {"losses": torch.rand(m, generator=draw) + 0.5} if view.losses else {}
-    f = graph_of(lambda state, *batches, **given: jd.aggregate(rule, batches[0], state, *batches[1:], **given))
-    state = jd.aggregate(rule, *batches[:1], None, *batches[1:], **given).state
-    expected = jd.aggregate(rule, batches[0], state, *batches[1:], **given)
+    f, args = two_calls(name)
+    args = tree_map(torch.Tensor.double, args)
     # Eager code looks at values to choose a faster solver for cosines that are well-conditioned.
     check = torch.testing.assert_close if name in {"config", "imtl_g"} else equal
-    check(f(state, *batches, **given), expected)
+    check(graph_of(f)(*args), f(*args))
 
 
 def test_a_compiled_transform_is_the_transform():
@@ -444,7 +414,7 @@ def test_many_graphs_are_told():
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["layers", "tasks", "half"])
+@pytest.mark.parametrize("name", ["layers", "weighted", "tasks", "half"])
 def test_machine_code_takes_the_same_steps(name):
     state, method, batches = begun(name)
     take = jd.compiled(partial(jd.step, **method))

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import functional_jd as jd
@@ -148,8 +149,12 @@ def test_a_negative_loss_is_named_where_training_starts_and_later_blames_no_deri
     jd.train_state(torch.zeros(1), torch.tensor(torch.nan), aggregator=rule, **how)  # of which a first step tells
     how["aggregator"] = rule  # a later skip is the rule's, and no derivative is blamed
     state = jd.train_state(torch.zeros(1), torch.tensor(1.0), **how)
-    _, info = jd.step(state, torch.tensor(-21.0), **how)
-    assert not info.moved
+    once, _ = jd.step(state, torch.tensor(1.0), **how)
+    for engine in ("auto", "jacobian"):
+        after, info = jd.step(once, torch.tensor(-21.0), engine=engine, **how)
+        assert not (info.moved | info.finite).any()
+        assert any(x.isnan().any() for x in tree_leaves(info.weights))
+        torch.testing.assert_close(after, once, rtol=0, atol=0)
     with pytest.raises(jd.TrainingStalled, match=r"weights of the rule were not, for the losses 2, -20\.") as told:
         jd.fit(partial(jd.step, **how), state, [(torch.tensor(-21.0),)] * 5, patience=3)
     assert "where" not in str(told.value)

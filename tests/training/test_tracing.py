@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from rule_table import RULES, rule_of
+from rule_table import RULES, two_calls
 from torch._higher_order_ops import cond, scan, while_loop
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import functional_jd as jd
-from functional_jd.aggregation.views import as_view
 
 X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}
@@ -49,27 +48,10 @@ def steps(stepped, leaves, batches):
     return leaves
 
 
-def aggregated(name):
-    """Two calls of a rule, as a function of tensors; and the tensors."""
-    rule, entry = rule_of(name), RULES[name]
-    m = entry.rows if isinstance(entry.rows, int) else min(4, entry.rows[1])
-    draw = torch.Generator().manual_seed(1)
-    like = entry.like or {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
-    batches = [{k: torch.randn(m, *v.shape, generator=draw) for k, v in like.items()} for _ in range(2)]
-    view = as_view(rule.view)
-
-    def f(values, first, second):
-        others, given = [second] * (view.batches - 1), {"losses": values} if view.losses else {}
-        once = jd.aggregate(rule, first, None, *others, **given)
-        return once, jd.aggregate(rule, second, once.state, *others[:1], **given)
-
-    return f, (torch.rand(m, generator=draw) + 0.5, *batches)
-
-
 @pytest.mark.slow
 def test_every_rule_traces_by_make_fx_and_runs_on_fake_tensors():
     for name in RULES:
-        f, args = aggregated(name)
+        f, args = two_calls(name)
         traced = make_fx(f)(*args)
         later = tree_map(lambda x: 2 * x + 0.1, args)
         torch.testing.assert_close(traced(*later), f(*later), msg=lambda text, name=name: f"{name}: {text}")
@@ -80,7 +62,7 @@ def test_every_rule_traces_by_make_fx_and_runs_on_fake_tensors():
 
 def test_tensors_on_another_device_than_the_default_one_stay_there():
     state = jd.train_state(PARAMS, X[0], losses=losses, aggregator=jd.upgrad(), optimizer=jd.sgd(0.1))
-    calls = {name: (f, args) for name in RULES for f, args in [aggregated(name)]}
+    calls = {name: (f, args) for name in RULES for f, args in [two_calls(name)]}
     calls |= {name: (stepped, (X[0], *leaves)) for name in METHODS for leaves, stepped in [start(name)]}
     calls["constant"] = (lambda w, rows: jd.aggregate(jd.constant(w), rows), (X[0, :, 0], X[0]))
     calls["checkpoint"] = (lambda state: jd.from_checkpoint(jd.to_checkpoint(state), state), (state,))
@@ -150,7 +132,7 @@ def exported(f, args):
 
 
 def test_torch_export_of_an_aggregation_aggregates_and_what_it_would_get_wrong_needs_make_fx():
-    f, args = aggregated("stch")
+    f, args = two_calls("stch")
     leaves, stepped = start("rows")
     for g, given in ((f, args), (stepped, (X[0], *leaves)), (jd.jacobian_fn(losses), (PARAMS, X[0]))):
         words = r"(scalarized|aggregate|step|jacobian_fn): .* torch\.export, .*make_fx\(f\)\(\*args"
