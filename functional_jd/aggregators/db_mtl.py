@@ -58,7 +58,6 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         factors = (1 - b) / nan_unless((losses > 0) | absent, torch.where(absent, 1, losses))
         rows, as_weights = averaged(state.rows, b, jacobian, factors)
         norms = row_norms(rows)
-        w = divide(norms.amax(), norms)
-        return as_weights(w), DbMtlState(rows, calls)
+        return as_weights(divide(norms.amax(), norms)), DbMtlState(rows, calls)
 
     return Aggregator(jacobian_and_losses, init, update, takes=("db_mtl", NOT_NEGATIVE))

@@ -82,5 +82,4 @@ def _best_weights(
     # The last variable is the amount.
     rows = torch.cat([rows, torch.cat([0 * one, none - 1, none]).unsqueeze(-1)], -1)
     aims = [(one, none), (0 * one, none - 1), (gains / order_of(gains), none)]
-    objectives = torch.stack([torch.cat(aim) for aim in aims])
-    return linear_program(objectives, rows, limits, solver)[:-1]
+    return linear_program(torch.stack([torch.cat(aim) for aim in aims]), rows, limits, solver)[:-1]

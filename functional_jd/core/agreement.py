@@ -18,9 +18,7 @@ _FIRST = 1000
 
 
 def check_alike(parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
-    """Raise ValueError, on all ranks, unless each part is the same on all: see `means_if_alike`. `device` is where the
-    collectives of the ranks take tensors.
-    """
+    """Raise ValueError, on all ranks, unless each part is the same on all; `device` is that of collectives."""
     means_if_alike([torch.zeros(0, device=device)], parts, mean, cure, waits=True)
 
 

@@ -71,6 +71,8 @@ class _Collective(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
+        if ctx.collective_args[0] in ("least", "most"):
+            raise RuntimeError("distributed: expected no derivative by the largest entry of all ranks. Detach it.")
         return _Collective.apply(tangents[0], *ctx.collective_args)
 
     @staticmethod

@@ -103,9 +103,7 @@ def is_key(name: str, leaf: Any, buffers: Tree) -> bool:
 
 
 def own_buffers(extras: Extras) -> Tree:
-    """The buffers for this rank's part of the batch: the rank is folded into keys, except on the first, whose next keys
-    are those of all ranks.
-    """
+    """The buffers of this rank's part of the batch: the rank is folded into keys, except the first one's."""
     if not extras.rank or not tree_leaves(extras.buffers):
         return extras.buffers
     leaves, structure = tree_flatten(extras.buffers)

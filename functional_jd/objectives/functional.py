@@ -280,9 +280,7 @@ def _named(what: str, given: Any, names: list[str], method: str) -> State:
 
 
 def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
-    """The result of losses while torch.compile traces them. A transform does not let values out: attributes of modules
-    that hold some have their old values afterwards.
-    """
+    """The result of losses that torch.compile traces; attributes of modules that hold traced values are put back."""
     parts: list[tuple[nn.Module, dict[str, Any]]] = []
     TRACED.append(parts)
     result = losses(*args)

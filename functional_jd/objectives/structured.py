@@ -46,6 +46,7 @@ class PerExample(Declared):
         return stacked([self.of_one(params, *example) for example in self.examples(batch)])
 
     def of_one(self, params: Params, *example: Tree) -> Any:
+        flags = [(x, x.requires_grad) for x in tree_leaves(params)]
         try:
             return self.loss(params, *example)
         except Exception as error:
@@ -56,6 +57,10 @@ class PerExample(Declared):
                 f"modules that expect a batch, make it one: x.unsqueeze(0).{by_name}"
             )
             raise
+        finally:  # a loss may freeze what the next example moves
+            for x, flag in flags:
+                if x.requires_grad != flag:
+                    x.requires_grad_(flag)
 
     @property
     def where(self) -> str:

@@ -148,8 +148,7 @@ def from_transformation(transformation: Any) -> Optimizer:
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         expected, cure = "an object with functions init and update", "Pass classes of torch.optim to from_torch."
         refuse("transformation", expected, transformation, cure)
-    keywords = inspect.signature(transformation.update).parameters
-    options = {"inplace": False} if "inplace" in keywords else {}
+    options = {"inplace": False} if "inplace" in inspect.signature(transformation.update).parameters else {}
 
     def update(direction: Direction, state: Tree, params: Params) -> tuple[Params, Tree]:
         updates, state = transformation.update(direction, state, params=params, **options)

@@ -95,5 +95,4 @@ def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Ten
     if norm_type == math.inf:
         return unit, over_all_ranks("most", torch.stack(norms).amax(), leaves)
     total = sum_over_shards([norm**norm_type for norm in norms], leaves)
-    root = torch.where(total == 0, 1, total) ** (1 / norm_type)
-    return unit, torch.where(total == 0, 0, root)
+    return unit, torch.where(total == 0, 0, torch.where(total == 0, 1, total) ** (1 / norm_type))

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import functional_jd as fj
 from functional_jd import distributed
+from functional_jd.core.sharding import over_mesh
 from functional_jd.distributed.gathering import gathered
 
 
@@ -116,6 +117,8 @@ def check_gathering_composes_with_transforms():
         (gradient,) = torch.autograd.grad(f(point), point, cotangents[0])
         torch.testing.assert_close(gradient, summed[0])
         assert torch.equal(torch.vmap(f)(torch.stack([shard, -shard])), torch.stack([full, -full]))
+    with pytest.raises(RuntimeError, match="no derivative by the largest entry of all ranks"):
+        torch.func.jvp(lambda x: over_mesh("most", x, mesh()), (full,), (full,))
 
 
 def check_large_rows_are_scattered_one_by_one():

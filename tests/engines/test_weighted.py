@@ -190,3 +190,19 @@ def test_what_a_loss_learns_of_the_graph_is_what_a_loop_over_the_examples_says()
     seen.clear()
     loss(p.requires_grad_(), numbers(3))
     assert together == seen
+
+
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+def test_a_loss_that_freezes_a_parameter_freezes_it_for_its_own_example_alone():
+    x, params = numbers(2, 4), {"actor": numbers(4, 2), "critic": numbers(2, 2)}
+
+    def loss(p, x):
+        own = (x[2:] @ p["critic"]).square().sum()
+        p["critic"].requires_grad_(False)  # a loop over the examples follows, as vmap refuses this
+        return own + (x @ p["actor"] @ p["critic"]).sum()
+
+    def plain(p):
+        return (x[:, 2:] @ p["critic"]).square().sum() + (x @ p["actor"] @ p["critic"].detach()).sum()
+
+    direction, _ = weighted_fn(per_example(loss))(params, x)[1](torch.ones(2))
+    check_same(direction, torch.func.grad(plain)(params))

@@ -64,8 +64,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
         return torch.vmap(one, dims, randomness="different", chunk_size=plan.chunk_size)(leaves, factors, *batch)
 
     def one_by_one() -> tuple[list[Tensor], Any, Any]:
-        results = [one(leaves, factors[i], *example) for i, example in enumerate(losses.examples(tuple(batch)))]
-        return stacked(results)
+        return stacked([one(leaves, factors[i], *example) for i, example in enumerate(losses.examples(tuple(batch)))])
 
     found = by_mode(plan.mode, together, one_by_one, plan)
     # Parameters that only a closure captures may require grad.

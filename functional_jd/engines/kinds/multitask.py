@@ -210,8 +210,7 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
             _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], points)
         return outputs, extra
 
-    looped = plan.mode in ("auto", "loop")
-    above = vjp(top, own + below.outputs, plan, scalars=looped)
+    above = vjp(top, own + below.outputs, plan, scalars=plan.mode in ("auto", "loop"))
     return _Point(below, above, (shared, shared_structure), (own, own_structure), recording)
 
 
