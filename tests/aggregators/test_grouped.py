@@ -9,6 +9,7 @@ import torch
 from bounds import check_within, eps, gramian_bound, product_bound
 from hypothesis import given
 from sequences import integer_jacobians
+from zoo import Passed
 
 import functional_jd as jd
 from functional_jd import random
@@ -146,27 +147,13 @@ def test_a_rule_of_callables_without_a_hash_is_a_rule():
     torch.testing.assert_close(direction, {name: 0.5 * leaf.sum(0) for name, leaf in J.items()})
 
 
-class Passes(torch.autograd.Function):
-    """The identity, which counts the backward passes through it."""
-
-    @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.seen.append(1)
-        return g, None
-
-
 def two_groups(n=4):
     params = {"a": {"w": number(0)[0, :2]}, "b": {"v": torch.linspace(-1, 1, n).double()}}
     x = torch.linspace(0.5, 2, 3).double()
     seen = []
 
     def losses_of(params, x):
-        inner = Passes.apply(params["a"]["w"].sum() * x, seen)
+        inner = Passed.apply(params["a"]["w"].sum() * x, seen)
         return (inner.sin() + params["b"]["v"].square().mean() * x).exp() / x.sum()
 
     return params, x, losses_of, seen

@@ -142,14 +142,6 @@ def test_the_heads_are_differentiated_once_for_groups_with_different_weights(sca
         torch.testing.assert_close(new.params["heads"][name], params["heads"][name] - rows[name]["heads"][name])
 
 
-def test_a_trunk_with_buffers_returns_a_pair():
-    tasks = fj.multitask(lambda w, b, x: (w * x, b, b), lambda v, h, b, x: ([v * h, h], b))
-    params = {"shared": torch.tensor(1.0), "heads": torch.tensor(1.0)}
-    method = {"losses": tasks, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    with pytest.raises(TypeError, match=r"features must return a pair \(features, buffers\), found tuple"):
-        fj.train_state(params, torch.tensor(1.0), buffers=torch.zeros(1), **method)
-
-
 @pytest.mark.parametrize("first", [torch.no_grad, lambda: torch.autocast("cpu", enabled=False)], ids=["no_grad", "any"])
 def test_the_heads_of_a_second_pullback_are_as_if_it_were_the_first(first):
     losses = fj.multitask(lambda shared, x: x @ shared, lambda own, h, x: [(h * own["a"]).sum() ** 2, h.sum()])

@@ -8,7 +8,6 @@ import torch
 from bounds import check_stable, check_within, eps
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as jd
@@ -138,30 +137,3 @@ def test_checkpoints_and_offloaded_activations_in_losses(examples):
         assert examples == any(reason in str(w.message) for w in told for reason in reasons)
         for name in expected:
             check_within(found[name], expected[name], 256 * eps() * (1 + expected[name].abs().max()))
-
-
-def test_a_batch_that_the_losses_change_in_place_is_changed_once():
-    """As in a loop of plain torch, though the losses are also called when training starts."""
-    x, p = torch.tensor([[1.0, 2.0], [0.5, -1.0]]), {"w": torch.ones(2)}
-
-    def losses(p, x):
-        x.sub_(1.0)
-        return {"a": (x @ p["w"]).square().mean(), "b": (x @ p["w"] - 1).square().mean()}
-
-    start = x.clone()
-    found = taken(losses, p, x)
-    assert torch.equal(x, start - 1)
-    w = p["w"].clone().requires_grad_()
-    expected = torch.autograd.grad(sum(losses({"w": w}, start.clone()).values()), w)[0]
-    check_within(found["w"], expected, 64 * eps(torch.float32) * expected.abs().max())
-
-
-@pytest.mark.parametrize("optimizer", [jd.adamw(0.1), jd.from_torch(torch.optim.Adam, lr=0.1)], ids=["own", "torch"])
-def test_states_hold_no_graph_and_no_memory_of_later_states(optimizer):
-    how = {"losses": lambda p: {"a": p.square().sum(), "b": (p - 1).square().sum()}, "aggregator": jd.upgrad()}
-    first, _ = jd.step(jd.train_state(torch.ones(3), optimizer=optimizer, **how), optimizer=optimizer, **how)
-    kept, state = [x.clone() for x in tree_leaves(first)], first
-    for _ in range(3):
-        state, _ = jd.step(state, optimizer=optimizer, **how)
-    assert all(map(torch.equal, kept, tree_leaves(first)))
-    assert all(x.grad_fn is None for x in tree_leaves(state))

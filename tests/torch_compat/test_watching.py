@@ -157,5 +157,7 @@ def test_all_examples_of_a_batch_are_put_back(engine, rule, fast):
         return jd.step(state, x, **how)
 
     start = torch.arange(1.0, 7.0).view(3, 2)
-    found, expected = stepped(in_place, start.clone()), stepped(lambda params, x: of_others(params, x * 3), start)
+    changed = start.clone()
+    found, expected = stepped(in_place, changed), stepped(lambda params, x: of_others(params, x * 3), start)
+    torch.testing.assert_close(changed, 3 * start)
     torch.testing.assert_close((found[0].params, found[1].losses), (expected[0].params, expected[1].losses))

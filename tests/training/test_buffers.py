@@ -8,8 +8,6 @@ from itertools import product
 import pytest
 import torch
 from bounds import check_derivatives, check_same
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from two_tasks import close, same
@@ -172,20 +170,6 @@ def test_it_trains_under_autocast_with_a_scale_for_each_task(kind, dtype):
     assert all(x.isfinite().all() and x.dtype in (torch.float32, torch.int64) for x in tree_leaves(state.buffers))
 
 
-@given(st.lists(st.booleans(), max_size=8))
-def test_buffers_count_the_steps_that_were_taken(taken):
-    def losses(p, buffers, x):
-        return p * x, {"steps": buffers["steps"] + 1, "mean": buffers["mean"] + x.detach()}
-
-    method = how(losses, rule=fj.mean())
-    start = {"steps": torch.tensor(0), "mean": torch.zeros(())}
-    state = fj.train_state(torch.ones(2), torch.ones(()), buffers=start, **method)
-    for yes in taken:
-        state, info = fj.step(state, torch.tensor(1.0 if yes else torch.inf), **method)
-        assert info.moved == yes
-    assert int(state.buffers["steps"]) == float(state.buffers["mean"]) == sum(taken)
-
-
 def test_examples_share_buffers_and_draw_with_keys_of_their_own():
     def loss(p, buffers, x):
         noise = fj.random.uniform(buffers["key"], (3,)).double()
@@ -334,9 +318,10 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"step: the losses must return buffers .*structure .* differs in \['n'\]"):
         fj.step(state, x, **how(lambda p, *_: (p, {"a": start["a"]})))
     trunk = {"shared": params, "heads": ()}
-    tasks = fj.multitask(lambda p, b, x: p * x, lambda own, h, b, x: (h, b))
-    with pytest.raises(TypeError, match=r"features must return a pair \(features, buffers\), found Tensor"):
-        fj.train_state(trunk, x, buffers=start, **how(tasks))
+    for features, found in ((lambda p, b, x: p * x, "Tensor"), (lambda p, b, x: (p * x, b, b), "tuple")):
+        tasks = fj.multitask(features, lambda own, h, b, x: (h, b))
+        with pytest.raises(TypeError, match=rf"features must return a pair \(features, buffers\), found {found}"):
+            fj.train_state(trunk, x, buffers=start, **how(tasks))
 
 
 @pytest.mark.parametrize("kind", ["plain", "multitask", "per_example"])

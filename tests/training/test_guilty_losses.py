@@ -95,6 +95,7 @@ def test_a_scale_that_is_too_high_backs_off_alone(kind, rule, form):
         after, info = FORMS[form](partial(jd.step, **how))(state, X, torch.tensor([0.0, 100.0, 0.0, 0.0]))
         assert info.finite.tolist() == [True, False, True, True]
         assert after.scale.scale.tolist() == [4.0, 2.0**126, 4.0, 4.0]
+        assert after.scale.growth_tracker.tolist() == [1, 0, 1, 1]
         torch.testing.assert_close(after[:4], state[:4], rtol=0, atol=0)
 
 
@@ -128,7 +129,7 @@ def test_a_scale_for_each_loss_multiplies_no_work_of_rules_that_need_no_gradient
 
 
 PICKY = {rule.__name__: (rule(), "positive") for rule in (jd.famo, jd.geometric_mean, jd.gradnorm)}
-PICKY |= {rule.__name__: (rule(), "not negative") for rule in (jd.db_mtl, jd.moco)}
+PICKY |= {rule.__name__: (rule(), "not negative") for rule in (jd.db_mtl, jd.moco, jd.uw, jd.imtl_l)}
 
 
 def shifted(p, shift):

@@ -9,8 +9,6 @@ import torch
 import torch._dynamo.testing
 from bounds import check_same
 from gramian_by_hand import Largest
-from hypothesis import given
-from hypothesis import strategies as st
 from modes import Called
 from torch import nn
 from torch.func import functional_call
@@ -72,26 +70,6 @@ def normed_tasks():
     return params, fj.multitask(features, top), batch
 
 
-@given(
-    st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=4),
-    st.integers(1, 8).map(lambda k: k / 16),
-)
-def test_mean_with_sgd_is_gradient_descent_on_the_mean_loss(rows, lr):
-    targets = torch.tensor(rows, dtype=torch.float64)
-    params = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64), "b": torch.tensor(0.5, dtype=torch.float64)}
-
-    def losses(p, targets):
-        return ((p["w"] - targets) ** 2).sum(1) * p["b"] + p["b"]
-
-    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(lr)}
-    state, info = fj.step(fj.train_state(params, targets, **how), targets, **how)
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    losses(leaves, targets).mean().backward()
-    torch.testing.assert_close(info.losses, losses(params, targets))
-    for name, p in leaves.items():
-        check_same(state.params[name], p.detach() - lr * p.grad)
-
-
 def test_the_step_is_the_composition_by_hand():
     params, features, top, batch = two_tasks()
     how = method(params, features, top)
@@ -103,19 +81,6 @@ def test_the_step_is_the_composition_by_hand():
     moved, moments = how["optimizer"].update(direction, state.optimizer, params)
     assert same(after, fj.TrainState(moved, (), moments, memory, fj.update_scale(state.scale, finite)))
     assert same(info, fj.StepInfo(values, weights, finite, finite.all(), fj.views.gramian(jacobian)))
-
-
-def test_heads_follow_their_own_losses_and_the_trunk_the_rule():
-    params, features, top, batch = two_tasks()
-    how = method(params, features, top, aggregator=fj.constant([0.25, 4.0]), optimizer=fj.sgd(1.0))
-    after, _ = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
-    leaves = tree_map(lambda p: p.clone().requires_grad_(), params)
-    values = top(leaves["heads"], features(leaves["shared"], *batch), *batch)
-    heads = torch.autograd.grad(values["one"] + values["two"], tree_leaves(leaves["heads"]), retain_graph=True)
-    trunk = torch.autograd.grad(0.25 * values["one"] + 4.0 * values["two"], tree_leaves(leaves["shared"]))
-    for part, gradients in (("heads", heads), ("shared", trunk)):
-        leaves = zip(tree_leaves(params[part]), gradients, strict=True)
-        close(tree_leaves(after.params[part]), [p - g for p, g in leaves])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -133,28 +98,6 @@ def test_the_peers_amp_example_plus_a_norm_layer_trains(way, norm, dtype):
     assert all(p.isfinite().all() and p.dtype == torch.float32 for p in tree_leaves(state.params))
     assert after["one"] < 0.9 * before["one"]
     assert after["two"] < 0.9 * before["two"]
-
-
-@pytest.mark.parametrize("shape", [(), (2,)])
-@pytest.mark.parametrize("poison", [1e11, float("inf"), float("nan")])
-def test_a_skipped_step_changes_nothing_but_the_scale(shape, poison):
-    params, features, top, batch = two_tasks()
-    how = method(params, features, lambda *args: {"one": top(*args)["one"], "two": top(*args)["two"] * args[-1].sum()})
-    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**100, shape=shape), **how)
-    state, info = fj.step(state, *batch, **how)
-    assert info.moved
-    x, y, z = batch
-    after, info = fj.step(state, x, y, torch.full_like(z, poison), **how)
-    assert same(after[:4], state[:4])
-    assert not info.moved
-    calm, wild = info.finite.expand(2)
-    assert not wild
-    assert calm == (shape == (2,))  # each row's scale follows its own flag, also where the overflow is in its head
-    if not info.losses["two"].isfinite():  # no scale mends it, and none moves
-        assert same(after.scale, state.scale)
-        return
-    assert torch.equal(after.scale.scale, state.scale.scale * torch.where(info.finite, 1.0, 0.5))
-    assert torch.equal(after.scale.growth_tracker, torch.where(info.finite, state.scale.growth_tracker + 1, 0))
 
 
 @pytest.mark.filterwarnings("ignore:train_state. parameters must be in float32")
@@ -206,22 +149,6 @@ def test_one_graph_serves_every_scale(kind):
         assert counter.frame_count == 1  # what the first call compiled is all
     assert flags == {True, False}  # scales backed off, and grew
     close(state, eager, **tolerance) if tolerance else check_same(state, eager)
-
-
-def test_a_derivative_of_the_step_is_right():
-    p, preference = torch.tensor([[0.3, 0.7], [0.4, 0.6]], dtype=torch.float64)
-    ends, weights = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[1.0, 1.0], [1.0, 3.0]]], dtype=torch.float64)
-
-    def two_steps(p, preference):
-        """Of upgrad on two conflicting quadratics."""
-        losses = lambda p: ((p - ends) ** 2 * weights).sum(1)
-        how = {"losses": losses, "aggregator": fj.upgrad(preference), "optimizer": fj.sgd(0.1, momentum=0.5)}
-        state, _ = fj.step(fj.train_state(p, **how), **how)
-        return fj.step(state, **how)[0].params
-
-    torch.autograd.gradcheck(two_steps, (p.clone().requires_grad_(), preference.clone().requires_grad_()))
-    by_columns, by_rows = torch.func.jacfwd(two_steps, (0, 1)), torch.func.jacrev(two_steps, (0, 1))
-    close(by_columns(p, preference), by_rows(p, preference))
 
 
 def test_a_modules_parameters_leave_their_graph_behind():
@@ -355,13 +282,15 @@ def test_replicas_by_vmap_equal_replicas_in_a_loop(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_derivative_through_weighted_steps_is_right(kind):
+@pytest.mark.parametrize("name", ["scalarized", "upgrad"])
+def test_a_derivative_through_steps_is_right(name, kind):
     params, losses, batch = regression(kind)
     params, batch = tree_map(lambda x: x.double(), (params, batch))
 
     def two_steps(bend, *leaves):
         p = torch.utils._pytree.tree_unflatten(leaves, torch.utils._pytree.tree_structure(params))
-        rule = scalarized(lambda v: torch.logsumexp(bend * v, 0))
+        preferred = fj.upgrad(torch.stack([bend, 2 * bend, bend**2]))
+        rule = preferred if name == "upgrad" else scalarized(lambda v: torch.logsumexp(bend * v, 0))
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.5)}
         state = fj.train_state(p, *batch, **how)
         for _ in range(2):
