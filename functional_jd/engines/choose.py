@@ -19,7 +19,6 @@ from functional_jd.torch_compat.torch_internals import under_transform
 if TYPE_CHECKING:
     from functional_jd.aggregation.views import View
     from functional_jd.engines.plan import Plan
-    from functional_jd.engines.vjp import Vjp
 
 
 class EngineChoice(NamedTuple):
@@ -127,8 +126,8 @@ _DEVICE = _Room(few=1, between=1 << 23, written=1 << 27, smallest=4, convolution
 _STACKED, _STACKED_ELSEWHERE = 1 << 14, 1 << 22
 
 
-def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
-    """How m rows are differentiated, `"loop"` or `"auto"` (vmap, with the loop as its fallback), and how many at once.
+def choose_rows(point: Any, m: int, plan: "Plan") -> tuple[str, int | None]:
+    """How m rows of a `Vjp` are differentiated: `"loop"`, or `"auto"` (vmap, else a loop), and how many at once.
 
     vmap saves the fixed cost of every operation, and takes cache and memory. Rows with large activations go one by one,
     others in groups of about the same size. Under a transform all go together. Free memory would change the bits.
@@ -156,7 +155,7 @@ def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
     return "auto", chunk_size
 
 
-def _rows_at_once(point: "Vjp", room: _Room) -> float:
+def _rows_at_once(point: Any, room: _Room) -> float:
     """How many rows go at once. The graph of plain autograd is walked as far as it can matter, in every step."""
     if not point.inputs and not point.sizes:
         return inf
@@ -176,8 +175,8 @@ def _rows_at_once(point: "Vjp", room: _Room) -> float:
     return room.between // (between * room.convolution if convolutions else between)
 
 
-def choose_heads(point: "Vjp", own: Sequence[Tensor], m: int, plan: "Plan") -> str:
-    """How the rows of `multitask` heads are differentiated.
+def choose_heads(point: Any, own: Sequence[Tensor], m: int, plan: "Plan") -> str:
+    """How the rows of `multitask` heads, a `Vjp`, are differentiated.
 
     One scalar per task: the loop walks each head once, where vmap walks every head for every row. Compiled, `"apart"`
     is one pass to all heads, and one from each loss to the features: 0.78 of vmap's time for 8 tasks, 0.5 for 32. A
