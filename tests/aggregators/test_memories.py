@@ -11,21 +11,7 @@ import functional_jd as jd
 from functional_jd.aggregation.aggregate import start
 from functional_jd.aggregation.combine import averaged, zero_rows
 from functional_jd.aggregation.views import full_jacobian, row_norms
-from functional_jd.random import key
 from functional_jd.testing.strategies import jacobians
-
-
-@given(st.integers(0, 2**63), st.integers(1, 9))
-def test_random_weights_are_positive_add_up_to_one_and_change_at_every_call(seed, m):
-    rule, rows = jd.random_weights(key(seed)), torch.zeros(m, 2)
-    first = jd.aggregate(rule, rows)
-    second = jd.aggregate(rule, rows, first.state)
-    for weights in (first.weights, second.weights):
-        assert weights.dtype == torch.float64
-        assert (weights > 0).all()
-        torch.testing.assert_close(weights.sum(), torch.ones((), dtype=torch.float64))
-    assert torch.equal(first.weights, jd.aggregate(rule, rows).weights)
-    assert m == 1 or not torch.equal(first.weights, second.weights)
 
 
 def test_without_a_scale_the_weights_of_sdmgrad_stay():

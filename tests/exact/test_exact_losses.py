@@ -184,7 +184,11 @@ def test_famo(Ls, rate, decay):
 @given(st.integers(1, 6), st.integers(0, 999))
 def test_weights_that_are_given_or_drawn(m, seed):
     with precisely():
-        given_, z = gaussian(seed, m), normal(split(key(seed))[0], (m,), dtype=torch.float64)
+        given_ = gaussian(seed, m)
         check(weights(fj.constant(given_), given_)[0], decimals(given_), 0)
-        expected = softmax(decimals(z))
-        check_within(floats(weights(fj.random_weights(key(seed)), z)[0]), floats(expected), 16 * eps())
+        rule, state, following = fj.random_weights(key(seed)), None, key(seed)
+        for _ in range(2):
+            now, following = split(following)
+            found, state = weights(rule, given_, state)
+            check_within(floats(found), floats(softmax(decimals(normal(now, (m,), dtype=torch.float64)))), 16 * eps())
+            assert torch.equal(state, following)

@@ -31,13 +31,16 @@ def test_pcgrad_projects_in_the_order_of_its_key(J, seed):
     with precisely():
         E = decimals(J)
         direction = 0 * E[0]
-        for i, order in enumerate(orders_of(key(seed), len(J))[0]):
+        orders, following = orders_of(key(seed), len(J))
+        for i, order in enumerate(orders):
             p = E[i]
             for j in order:
                 product = p @ E[j]
                 p = p - product / (E[j] @ E[j]) * E[j] if product < 0 else p
             direction = direction + p
-        w = decimals(aggregate(pcgrad(key(seed)), J).weights)
+        result = aggregate(pcgrad(key(seed)), J)
+        w = decimals(result.weights)
+        assert torch.equal(result.state, following)
         assert length(w @ E - direction) <= Decimal(4 * sum(J.shape) * len(J) * eps()) * sum(lengths(E))
 
 

@@ -107,6 +107,15 @@ def test_every_bit_of_every_rule(name):
     check(graph_of(f)(*args), f(*args))
 
 
+def after(params, optimizer, batches, last):
+    """The losses after a start on the first batch and a step on each of the others."""
+    method = COMMON | {"optimizer": optimizer}
+    state = jd.train_state(params, batches[0], **method)
+    for x in batches[1:]:
+        state, _ = jd.step(state, x, **method)
+    return losses(state.params, last).sum()
+
+
 def test_a_compiled_transform_is_the_transform():
     take = partial(jd.step, **COMMON)
     starts = tree_map(lambda p: torch.stack([p, p + 1]), PARAMS)
@@ -114,14 +123,8 @@ def test_a_compiled_transform_is_the_transform():
     many = torch.vmap(take, in_dims=(0, None))
     torch.testing.assert_close(graph_of(many)(states, X[1]), many(states, X[1]))
 
-    def after(n, rate, x):
-        method = COMMON | {"optimizer": jd.sgd(rate)}
-        state = jd.train_state(PARAMS, x[0], **method)
-        for each in x[1 : 1 + n]:
-            state, _ = jd.step(state, each, **method)
-        return losses(state.params, x[3]).sum()
-
-    after_one, after_two, rate = partial(after, 1), partial(after, 2), torch.tensor(0.1)
+    after_one, after_two = (lambda rate, x, n=n: after(PARAMS, jd.sgd(rate), x[: 1 + n], x[3]) for n in (1, 2))
+    rate = torch.tensor(0.1)
     twice = lambda f: torch.func.grad(torch.func.grad(f))
     for transform in (torch.func.grad, twice, lambda f: lambda r, x: torch.func.jvp(f, (r, x), (r, x))):
         torch.testing.assert_close(graph_of(transform(after_two))(rate, X), transform(after_two)(rate, X))
@@ -191,14 +194,8 @@ def test_derivatives_of_forward_mode_compile_or_raise_with_a_cure():
 
 
 def test_derivatives_go_through_skipped_steps():
-    def after(params, rate, x):
-        method = COMMON | {"optimizer": jd.adamw(rate)}
-        state = jd.train_state(params, x[0], **method)
-        for each in (x[1], x[1] * torch.inf, x[2]):
-            state, _ = jd.step(state, each, **method)
-        return losses(state.params, x[3]).sum()
-
-    derivative = torch.func.grad(after, argnums=(0, 1))
+    batches = lambda x: (x[0], x[1], x[1] * torch.inf, x[2])
+    derivative = torch.func.grad(lambda p, rate, x: after(p, jd.adamw(rate), batches(x), x[3]), argnums=(0, 1))
     found = graph_of(derivative)(PARAMS, torch.tensor(0.1), X)
     equal(found, derivative(PARAMS, torch.tensor(0.1), X))
     assert all(x.isfinite().all() and x.any() for x in tree_leaves(found))

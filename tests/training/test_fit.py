@@ -42,14 +42,6 @@ def test_it_is_the_loop_written_by_hand(n):
     torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
 
-@given(st.integers(0, 4), st.integers(0, 4))
-def test_two_halves_are_one_whole(first, second):
-    data, state = batches(first + second), start()
-    assert fit(STEP, state, []) is state
-    halves = fit(STEP, fit(STEP, state, data[:first]), data[first:])
-    torch.testing.assert_close(halves, fit(STEP, start(), data), rtol=0, atol=0)
-
-
 class OwnError(Exception):
     state = "own"
 

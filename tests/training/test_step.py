@@ -9,7 +9,6 @@ import torch
 import torch._dynamo.testing
 from bounds import check_same
 from gramian_by_hand import Largest
-from modes import Called
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
@@ -83,23 +82,6 @@ def test_the_step_is_the_composition_by_hand():
     assert same(info, fj.StepInfo(values, weights, finite, finite.all(), fj.views.gramian(jacobian)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", ["autocast", "native"])
-@pytest.mark.parametrize("norm", [partial(nn.LayerNorm, 5), partial(nn.BatchNorm1d, 5, track_running_stats=False)])
-def test_the_peers_amp_example_plus_a_norm_layer_trains(way, norm, dtype):
-    params, features, top, batch = two_tasks(norm)
-
-    wrap = torch.autocast("cpu", dtype) if way == "native" else partial(fj.autocast, dtype=dtype)
-    how = method(params, wrap(features), wrap(top))
-    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
-    for _ in range(60):
-        state, _info = fj.step(state, *batch, **how)
-    before, after = (top(p["heads"], features(p["shared"], *batch), *batch) for p in (params, state.params))
-    assert all(p.isfinite().all() and p.dtype == torch.float32 for p in tree_leaves(state.params))
-    assert after["one"] < 0.9 * before["one"]
-    assert after["two"] < 0.9 * before["two"]
-
-
 @pytest.mark.filterwarnings("ignore:train_state. parameters must be in float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_inputs_stay_and_the_same_inputs_give_the_same_bits_in_the_same_dtype(dtype):
@@ -112,18 +94,6 @@ def test_inputs_stay_and_the_same_inputs_give_the_same_bits_in_the_same_dtype(dt
     assert same(first, second)
     assert [leaf.dtype for leaf in tree_leaves(first[0])] == [leaf.dtype for leaf in tree_leaves(state)]
     assert not same(first[0].params, params)
-
-
-@pytest.mark.parametrize(
-    ("engine", "rule"), [("auto", fj.upgrad), ("weighted", fj.mean), ("weighted", partial(scalarized, torch.prod))]
-)
-def test_nothing_waits_for_the_device(engine, rule):
-    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
-    how = method(params, fj.autocast(features), fj.autocast(top), aggregator=rule())
-    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
-    with Called() as called:
-        fj.step(state, *batch, engine=engine, **how)
-    assert not called.reads
 
 
 @pytest.mark.parametrize("kind", ["two tasks", *KINDS])

@@ -191,18 +191,6 @@ def test_what_is_refused():
             make()
 
 
-def test_fixed_losses_may_be_added_to_the_sum_of_those_that_are_weighed():
-    """As on the page on post-training: the direction is that of `regularized`, which makes rows of all."""
-    torch.manual_seed(0)
-    w, x = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.randn(3, 5, dtype=torch.float64)
-    losses = dict(zip("abk", (x @ w).square(), strict=True))
-    grad = lambda loss: torch.autograd.grad(loss, [w], retain_graph=True)[0]
-    rule = jd.regularized(jd.upgrad(), {"k": 0.1})
-    whole = jd.weigh(losses, [w], rule).weights @ torch.stack([*losses.values()])
-    two = torch.stack([losses["a"], losses["b"]])
-    check_same(grad(jd.weigh(two, [w], jd.upgrad()).weights @ two + 0.1 * losses["k"]), grad(whole))
-
-
 @pytest.mark.parametrize("rule", [jd.upgrad(), jd.mean(), jd.nash_mtl(), jd.dwa()])
 def test_a_loss_that_is_not_finite_makes_all_weights_nan_also_where_its_gradient_is_finite(rule):
     net, (x, y) = model(), batch()
