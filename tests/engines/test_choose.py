@@ -91,6 +91,11 @@ def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
     assert found == ["gramian", "gramian", "jacobian"]
 
 
+def test_low_precision_takes_rows():
+    params = [torch.empty(shape, dtype=torch.bfloat16) for shape in LARGE]
+    assert chosen(params, torch.empty(64, 1024), losses=lambda params, x: x[0]) == "jacobian"
+
+
 def test_rows_that_take_much_memory_are_not_formed():
     leaf = torch.empty(1 << 20, device="meta")
     names = lambda positions: [

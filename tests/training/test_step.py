@@ -183,19 +183,6 @@ def test_auto_takes_the_gramian_engine_where_the_jacobian_is_large(engines, kind
         assert same(after[:4], state[:4])
 
 
-def test_auto_takes_rows_where_the_rule_or_the_dtype_asks_for_them(engines):
-    params, losses, batch = wide_losses("per_example")
-    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
-    whole = how | {"aggregator": fj.trimmed_mean(1)}
-    state, start = fj.train_state(params, *batch, **how), fj.train_state(params, *batch, **whole)
-    low = state._replace(params=tree_map(lambda p: p.bfloat16(), params))
-    engines.clear()  # of what the states start from
-    fj.step(low, *(x.bfloat16() for x in batch), **how)
-    fj.step(start, *batch, **whole)
-    fj.step(state, *batch, **(how | {"aggregator": fj.mean()}))
-    assert engines == ["jacobian", "jacobian", "weighted"]
-
-
 @pytest.mark.parametrize("kind", ["per_example", "multitask"])
 @pytest.mark.parametrize("rule", [fj.upgrad, fj.nash_mtl, partial(fj.cr_mogm, fj.mgda())])
 def test_a_rule_that_looks_at_the_gramian_starts_and_steps_without_a_jacobian(rule, kind):
