@@ -12,6 +12,7 @@ import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 from ctypes import py_object, pythonapi
+from dataclasses import dataclass
 from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
@@ -25,11 +26,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 # What a plain step cannot do without. At most five.
-BREAK_A_STEP = {
-    "_C._functorch.get_interpreter_stack",
-    "autograd.forward_ad._current_level",
-    "utils._pytree.SUPPORTED_NODES",
-}
+BREAK_A_STEP = {"_C._functorch.get_interpreter_stack", "autograd.forward_ad._current_level"}
 
 
 # Features, each with numbers that are the same without the name where something else takes its place.
@@ -119,7 +116,24 @@ def module():
     )
 
 
+@dataclass
+class Registered:
+    """Parameters in a container of torch's own pytree."""
+
+    w: torch.Tensor
+
+
+torch.export.register_dataclass(Registered)
+
+
+def containers():
+    import functional_jd as fj
+
+    return fj.jacobian_fn(lambda p: 2 * p.w)(Registered(torch.ones(2)))[0].w.flatten().tolist()
+
+
 FEATURES = {
+    "utils._pytree.SUPPORTED_NODES": containers,
     "_functorch.predispatch._add_batch_dim": drawn_in_vmap,
     "_C._functorch._unwrap_batched": examples,
     "_functorch.eager_transforms._autograd_grad": compiled,
