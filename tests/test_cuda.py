@@ -192,13 +192,24 @@ def test_a_step_is_that_of_the_cpu():
     check_same(tree_map(lambda leaf: leaf.cpu(), there.params), alone.params)
 
 
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_skipped_step_changes_nothing_but_the_scale(shape):
+    how = {"losses": lambda p, x: {"a": (p * 2).sum(), "b": (p * x).sum()}, "aggregator": fj.upgrad()}
+    how["optimizer"] = fj.adamw(1e-2)
+    x, bad = torch.ones((), device="cuda"), torch.full((), 1e37, device="cuda")
+    state = fj.train_state(torch.ones(3, device="cuda"), x, scale=fj.scale_state(shape=shape, device="cuda"), **how)
+    after, info = fj.step(state, bad, **how)
+    assert not info.finite.all()
+    assert all(torch.equal(u, v) for u, v in zip(tree_leaves(after[:3]), tree_leaves(state[:3]), strict=True))
+    assert torch.equal(after.scale.scale, torch.where(info.finite, state.scale.scale, state.scale.scale / 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
 def test_copies_of_many_tensors_have_the_same_bits(dtype):
     values = [0.0, 1.5, -7.0]
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        least = info.smallest_normal
-        values += [-0.0, torch.inf, -torch.inf, info.max, info.min, least, least * info.eps]
+        values += [-0.0, torch.inf, -torch.inf, info.max, info.min, info.tiny, info.tiny * info.eps]
     x = torch.tensor(values, dtype=torch.float64).to(dtype).cuda()
     given = [x, x.repeat(2, 1).mT, x[::2], x[:0]]
     for y, z in zip(clone_each(given), given, strict=True):

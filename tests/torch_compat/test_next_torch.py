@@ -118,8 +118,6 @@ def module():
 
 @dataclass
 class Registered:
-    """Parameters in a container of torch's own pytree."""
-
     w: torch.Tensor
 
 
