@@ -46,7 +46,7 @@ class PerExample(Declared):
         return stacked([self.of_one(params, *example) for example in self.examples(batch)])
 
     def of_one(self, params: Params, *example: Tree) -> Any:
-        flags = [(x, x.requires_grad) for x in tree_leaves(params)]
+        flags = [(x, x.requires_grad) for x in tree_leaves(params) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
         try:
             return self.loss(params, *example)
         except Exception as error:
