@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
+from threading import Lock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
+from threading import enumerate as enumerate_threads
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -51,8 +52,7 @@ def nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
     when the views are changed in place.
     """
     with torch_function_disabled():
-        bases = [x._base for x in tensors]
-        return {x.grad_fn for x in (*tensors, *bases) if x is not None and x.grad_fn is not None}
+        return {x.grad_fn for x in (*tensors, *(x._base for x in tensors)) if x is not None and x.grad_fn is not None}
 
 
 @dataclass(eq=False)
@@ -79,9 +79,7 @@ class Held:
             node.register_prehook(self._end)
 
     def _hold(self, *, gradients: bool) -> None:
-        """Let the module hold the tensors to the end of the backward pass that runs; `gradients`: it comes from the
-        gradients of an earlier one.
-        """
+        """Let the module hold the tensors until the backward pass ends; `gradients`: it is one through gradients."""
         last = self._last()
         if last is None or last.held is not self:
             span = self._span(gradients)
@@ -100,7 +98,7 @@ class Held:
     def _span(self, gradients: bool) -> Generator[None]:
         """A time while the module holds the tensors."""
         thread = get_ident()
-        if isinstance(current_thread(), _DummyThread):  # a thread of autograd works for several
+        if thread not in {x.ident for x in enumerate_threads() if not isinstance(x, _DummyThread)}:  # autograd's
             last, thread = self._last(), self.thread
             if last is not None and last.held.thread != thread:
                 raise ValueError(
