@@ -52,8 +52,8 @@ def _by_eigenvalues(G: Gramian, C: Tensor, norms: Tensor) -> tuple[Tensor, Tenso
     independent = projections[0].diagonal().sum() > len(G) - 0.5  # the trace is the rank
     lengths = norms.masked_fill(is_zero, 0)
     least_squares, attained = inverses[1] @ lengths, projections[1] @ lengths
-    attainable = independent | (attained.abs().amax() > _VANISHING * lengths.amax())
-    equal = inverses[0].sum(-1).masked_fill(is_zero, 0) / norms
     condition = (matrices.diagonal(0, 1, 2).sum(-1) * inverses.diagonal(0, 1, 2).sum(-1)).detach()  # or more
-    resolved = torch.where(independent, *condition).mul(len(G) * _EPS).clamp(min=_CANCELLED)
-    return torch.where(independent, equal, least_squares), torch.where(attainable, resolved, torch.inf)
+    rounding = len(G) * _EPS * torch.where(independent, *condition)
+    attainable = independent | (attained.abs().amax() > rounding.clamp(min=_VANISHING) * lengths.amax())
+    weights = torch.where(independent, inverses[0].sum(-1).masked_fill(is_zero, 0) / norms, least_squares)
+    return weights, torch.where(attainable, rounding.clamp(min=_CANCELLED), torch.inf)

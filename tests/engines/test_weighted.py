@@ -201,8 +201,6 @@ def test_a_loss_that_freezes_a_parameter_freezes_it_for_its_own_example_alone():
         p["critic"].requires_grad_(False)  # a loop over the examples follows, as vmap refuses this
         return own + (x @ p["actor"] @ p["critic"]).sum()
 
-    def plain(p):
-        return (x[:, 2:] @ p["critic"]).square().sum() + (x @ p["actor"] @ p["critic"].detach()).sum()
-
+    plain = lambda p: (x[:, 2:] @ p["critic"]).square().sum() + (x @ p["actor"] @ p["critic"].detach()).sum()
     direction, _ = weighted_fn(per_example(loss))(params, x)[1](torch.ones(2))
     check_same(direction, torch.func.grad(plain)(params))
