@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.arguments import check_flag, check_function, described, here, refuse
 from functional_jd.core.tree import CONTAINERS, named_nodes, own_containers, tree_flatten, tree_leaves, tree_names
@@ -14,7 +15,7 @@ from functional_jd.objectives.functional import run_traced
 from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.torch_compat.watching import WatchingMode, watched
+from functional_jd.torch_compat.watching import watched
 
 
 def is_differentiable(values: Any) -> bool:
@@ -29,7 +30,7 @@ def is_differentiable(values: Any) -> bool:
 
 
 def evaluate_losses(
-    losses: LossFunction, args: tuple[Any, ...], plan: Plan, recorder: WatchingMode | None = None
+    losses: LossFunction, args: tuple[Any, ...], plan: Plan, recorder: TorchFunctionMode | None = None
 ) -> tuple[list[Tensor], Any]:
     """The losses in at least float32, so that cotangents do not overflow; then `(losses, aux)` as returned.
 
@@ -62,13 +63,13 @@ def evaluate_losses(
     return [leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves], (values, aux)
 
 
-def called(f: Callable[..., Any], args: tuple[Any, ...], plan: Plan, recorder: WatchingMode | None = None) -> Any:
+def called(f: Callable[..., Any], args: tuple[Any, ...], plan: Plan, recorder: TorchFunctionMode | None = None) -> Any:
     """Call losses, or a part of them, under the modes that must see their ops."""
     compiling = torch.compiler.is_compiling()
     # In eager mode, losses of examples watch the loss of one example themselves.
     examples = plan.examples and (compiling or not isinstance(cast(Any, f), Declared))
     with without_cache():
-        run = watched(f, plan.journal, examples=examples, inner=recorder)
+        run = watched(f, plan.journal, examples=examples, recorder=recorder)
         return run_traced(run, *args) if compiling else run(*args)
 
 

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Declared
-from functional_jd.precision.op_tables import (
-    ELIGIBLE,
-    LISTED,
-    WIDE,
-    compute_dtype,
-    is_foreign_operator,
-)
+from functional_jd.precision.op_tables import ELIGIBLE, LISTED, WIDE, compute_dtype, is_foreign_operator
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.torch_internals import (
@@ -29,7 +23,9 @@ from functional_jd.torch_compat.torch_internals import (
     function_name,
     traceable,
     transform_level,
+    transparent,
 )
+from functional_jd.torch_compat.watching import recorder_of_ops
 
 
 def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Callable[..., Any]:
@@ -104,7 +100,7 @@ def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if _is_native((args, kwargs)):
             return f(*args, **kwargs)
-        with _OpTables():
+        with _OpTables(), recorder_of_ops():  # which recognises parameters before they are cast
             return f(*args, **kwargs)
 
     return run
@@ -153,6 +149,9 @@ class _OpTables(RecomputedMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = traceable(func), kwargs or {}
         self.note_checkpoints()
+        if (form := transparent(func, kwargs)) is not None:
+            with self:
+                return form(*args, **kwargs)
         name, func = function_name(func), REPAIRED.get(func, func)
         if name not in LISTED:
             return func(*args, **kwargs)

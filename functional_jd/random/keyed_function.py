@@ -130,7 +130,7 @@ class _Keyed(RecomputedMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        if func in _OF_SEVERAL_OPS and has_torch_function(values) and _under_autocast(values):
+        if func is _F.scaled_dot_product_attention and has_torch_function(values) and _under_autocast(values):
             return handle_torch_function(_AsOneOp(self, func), values, *args, **kwargs)
         if func in DRAWS:
             return DRAWS[func](self, *args, **kwargs)
@@ -201,7 +201,7 @@ class _Keyed(RecomputedMode):
 
 
 class _AsOneOp:
-    """A function of several ops, which autocast around `keyed` gets as one op first."""
+    """An op that is made of several, which autocast around `keyed` gets as one op first."""
 
     def __init__(self, mode: _Keyed, func: Any):
         self.mode, self.func, self.__name__ = mode, func, func.__name__
@@ -269,7 +269,6 @@ _IN_PYTHON: dict[Any, Callable[..., Any]] = {
 """Functions in Python that torch shows to a mode as one op, in a form that shows what they call."""
 
 _DRAWING = frozenset([*DRAWS, *_IN_PYTHON])
-_OF_SEVERAL_OPS = frozenset([_F.multi_head_attention_forward, _F.scaled_dot_product_attention])
 _EMPTY = frozenset(
     [torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new, torch.zeros, torch.zeros_like, Tensor.new_zeros]
 )

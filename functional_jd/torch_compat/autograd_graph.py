@@ -105,11 +105,7 @@ def gradients(
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Gradients without sparse ones, which embeddings may return: rows are dense."""
-    dense = list(gradients)
-    for index, g in enumerate(dense):
-        if g is not None and g.is_sparse:
-            dense[index] = g.to_dense()
-    return dense
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
 
 class OwnParameters(TorchFunctionMode):

@@ -31,10 +31,9 @@ class UsedParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in _CONSTANTS and isinstance(result, Tensor | tuple | list):
-            for given in (*args, *kwargs.values()):
-                for x in given if isinstance(given, tuple | list) else (given,):
-                    if isinstance(x, Tensor) and id(x) in self.names:
-                        self.used.append(self.names[id(x)])
+            several = (x if isinstance(x, tuple | list) else (x,) for x in (*args, *kwargs.values()))
+            given = (x for some in several for x in some if isinstance(x, Tensor))
+            self.used += [self.names[id(x)] for x in given if id(x) in self.names]
         return result
 
     def found(self, outputs: Iterable[Tensor]) -> list[str]:

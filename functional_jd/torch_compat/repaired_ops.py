@@ -72,7 +72,6 @@ if hasattr(nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
     REPAIRED[nn.functional.linear_cross_entropy] = linear_cross_entropy
 """By op, what computes the same, or raises what sends an engine another way."""
 
-
 BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm])
 """The ops that normalize by the statistics of a batch. `training` is their sixth argument, `momentum` the next."""
 

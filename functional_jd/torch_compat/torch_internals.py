@@ -211,7 +211,13 @@ def ignoring_modes(f: Any) -> Callable[..., Any]:
     return FunctionType(f.__code__, vars(nn.functional) | ignored, None, f.__defaults__)
 
 
-transparent: dict[Any, Callable[..., Any]] = {
-    f: ignoring_modes(f) for f in (nn.functional.multi_head_attention_forward,)
-}
+_ATTENTION = nn.functional.multi_head_attention_forward
+TRANSPARENT: dict[Any, Callable[..., Any]] = {_ATTENTION: ignoring_modes(_ATTENTION)}
 """Functions that torch shows to a mode as one op, in a form that shows the ops inside."""
+
+
+def transparent(func: Any, kwargs: Any) -> Callable[..., Any] | None:
+    """The form of a function in `TRANSPARENT`, if it can be called with these arguments."""
+    if torch.compiler.is_compiling() and kwargs.get("key_padding_mask") is not None:
+        return None  # torch checks it with a message that its compiler cannot trace
+    return TRANSPARENT.get(func)

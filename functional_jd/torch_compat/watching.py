@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -118,13 +119,9 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # which cannot look these up
-            return self.call(traceable(func), *args, **kwargs)
-        if func not in SEEN and kwargs.keys().isdisjoint(SEEN_WITH):
+            func = traceable(func)
+        elif func not in SEEN and kwargs.keys().isdisjoint(SEEN_WITH):
             return func(*args, **kwargs)
-        return self.call(func, *args, **kwargs)
-
-    def call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an op of `SEEN`, or one with an argument of `SEEN_WITH`."""
         if self.level is not None and func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
         if self.examples and func in BATCH_NORMS:
@@ -139,39 +136,44 @@ class Watch(TorchFunctionMode):
         return self.forms.get(func, func)(*args, **kwargs)
 
 
-class WatchingMode(TorchFunctionMode):
-    """A mode that stands in for the `Watch` directly around it, by calling its `call`: a second mode costs as much as a
-    small op for every op.
-    """
-
-    watch: Watch | None = None
-
-
 def watched(
     f: Callable[..., Any],
     journal: StateJournal | None = None,
     *,
     examples: bool = False,
-    inner: WatchingMode | None = None,
+    recorder: TorchFunctionMode | None = None,
 ) -> Callable[..., Any]:
     """A function under the modes that must receive its ops, mostly none. `journal` notes what `f` changes in place, for
-    `attempt`; `examples`: `f` is the loss of one example; `inner` receives the ops first.
+    `attempt`; `examples`: `f` is the loss of one example; the `recorder` receives the ops first.
     """
 
     def run(*args: Any) -> Any:
-        around: AbstractContextManager[Any] = nullcontext()
-        if journal is not None or examples or under_transform():
-            watch = Watch(journal, examples=examples)
-            if inner is None or torch.compiler.is_compiling():
-                around = watch
-            else:
-                inner.watch = watch
-        with around, inner or nullcontext():
-            return f(*args)
+        watches = journal is not None or examples or under_transform()
+        with Watch(journal, examples=examples) if watches else nullcontext():
+            return f(*args) if recorder is None else _first_in(recorder, f, args)
 
     return run
 
 
+def _first_in(recorder: TorchFunctionMode, f: Callable[..., Any], args: Any) -> Any:
+    traced = torch.compiler.is_compiling()
+    token: Any = _TRACED.append(recorder) if traced else _RECORDER.set(recorder)
+    try:
+        with recorder:
+            return f(*args)
+    finally:
+        _TRACED.pop() if traced else _RECORDER.reset(token)
+
+
+def recorder_of_ops() -> AbstractContextManager[Any]:
+    """The recorder, if there is one. A mode that changes ops enters it again inside, so that it sees them first."""
+    if torch.compiler.is_compiling():
+        return _TRACED[-1] if _TRACED else nullcontext()
+    return _RECORDER.get() or nullcontext()
+
+
+_RECORDER: ContextVar[TorchFunctionMode | None] = ContextVar("RECORDER", default=None)
+_TRACED: list[TorchFunctionMode] = []  # the same for torch.compile, which sets no context variables
 _SELECT_SCATTER = {torch.select_scatter, Tensor.select_scatter}
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _SET_REQUIRES_GRAD: Any = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore

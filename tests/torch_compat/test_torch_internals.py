@@ -154,7 +154,7 @@ def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
     x = torch.randn(3, 1, 4)
     arguments = (x, x, x, 4, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
     rest = (layer.out_proj.weight, layer.out_proj.bias)
-    (f, inside) = next(iter(internals.transparent.items()))
+    (f, inside) = next(iter(internals.TRANSPARENT.items()))
     with Heard() as outer:
         expected = f(*arguments, *rest)
     with Heard() as inner:

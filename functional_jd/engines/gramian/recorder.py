@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.engines.gramian.layers import LAYERS, Factors, Form, Layer
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
+    TRANSPARENT,
     add_batch_dim,
     examples_first,
     is_batched,
@@ -27,7 +29,6 @@ from functional_jd.torch_compat.torch_internals import (
     transparent,
     version,
 )
-from functional_jd.torch_compat.watching import SEEN, SEEN_WITH, WatchingMode
 
 F = torch.nn.functional
 
@@ -65,7 +66,7 @@ class _Known(NamedTuple):
     transposed: bool = False
 
 
-class LayerRecorder(WatchingMode):
+class LayerRecorder(TorchFunctionMode):
     """Records every known layer that receives a parameter. The layer gets a constant instead of the parameter, so that
     the gradient that still arrives at the parameter is that of all other uses, whatever they are.
 
@@ -89,28 +90,24 @@ class LayerRecorder(WatchingMode):
         self.level = transform_level()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, watch = kwargs or {}, self.watch
-        func = call = traceable(func) if self.traced else func
-        if watch is not None and (func in SEEN or not kwargs.keys().isdisjoint(SEEN_WITH)):
-            call = partial(watch.call, func)
+        kwargs = kwargs or {}
+        func = traceable(func) if self.traced else func
         if func not in _WATCHED:
-            return call(*args, **kwargs)
+            return func(*args, **kwargs)
         layer = LAYERS.get(func)
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = self.uses_of(layer, given, len(args))
-            return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
-        form = transparent.get(func)
-        if torch.compiler.is_compiling() and kwargs.get("key_padding_mask") is not None:
-            form = None  # torch checks it with a message that its compiler cannot trace
+            return self.record(func, layer, given, uses, args, kwargs) if uses else func(*args, **kwargs)
+        form = transparent(func, kwargs)
         if form is not None and any(self.known_as(x) for x in _with_lists((*args, *kwargs.values()))):
             with self:
                 return form(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             own = self.m and transform_level() == self.level
-            return _attention_of_examples(self.level[0], *args, **kwargs) if own else call(*args, **kwargs)
+            return _attention_of_examples(self.level[0], *args, **kwargs) if own else func(*args, **kwargs)
         self.refuse(func, args[0] if args else None)
-        output = call(*args, **kwargs)
+        output = func(*args, **kwargs)
         if func in _TRANSPOSES:
             self.follow(func, args, kwargs, output)
         elif func == GRAD_FN and any(isinstance(x, GradientEdge) and x.node is output for x in self.recording.ends):
@@ -165,7 +162,7 @@ class LayerRecorder(WatchingMode):
         return uses if not self.m or (hidden(given["input"]) and not any(map(hidden, others))) else {}
 
     def record(
-        self, call: Any, layer: Layer, given: dict[str, Any], uses: dict[str, _Known], args: Any, kwargs: Any
+        self, func: Any, layer: Layer, given: dict[str, Any], uses: dict[str, _Known], args: Any, kwargs: Any
     ) -> Tensor:
         """Remember the uses of parameters by a layer, and return its output as the losses get it."""
         source = examples_first(given["input"], self.level[0]) if self.m else given["input"]
@@ -173,7 +170,7 @@ class LayerRecorder(WatchingMode):
         # Along one dimension: the output is then no view, which changes in place would give another graph.
         flat = source if len(several) == 1 else source.reshape(-1, *source.shape[len(several) :])
         made = given | {name: known.constant for name, known in uses.items()} | {"input": flat}
-        output = call(*[made[name] for name in layer.names[: len(args)]], **{name: made[name] for name in kwargs})
+        output = func(*[made[name] for name in layer.names[: len(args)]], **{name: made[name] for name in kwargs})
         if output.requires_grad:  # else torch.no_grad inside the losses
             recording, end = self.recording, len(self.recording.ends)
             others = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
@@ -246,7 +243,7 @@ _TRANSPOSES = {
 
 _WATCHED = {
     *LAYERS,
-    *transparent,
+    *TRANSPARENT,
     *_BACKWARD,
     *_TRANSPOSES,
     F.scaled_dot_product_attention,

@@ -1,6 +1,6 @@
 """Layers that are recorded, and parameters whose rows come from autograd, against rows of plain autograd."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -68,6 +68,7 @@ def test_float32_is_right_to_rounding(name, kind, monkeypatch):
 @pytest.mark.parametrize(("name", "kind"), pairs(*ATTENTION, "cross_attention", *IN_HALF))
 def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, tolerance, kind, monkeypatch):
     case = check_autocast((MODELS | MORE)[name](), kind, dtype, tolerance, monkeypatch)
+    assert unrecorded(monkeypatch, case) == unrecorded(monkeypatch, single(case_of(name, kind)))
     values = gramian_fn(case.losses)(case.params, *case.args)[1]
     for x, y in zip(leaves(values), leaves(jacobian_fn(case.losses)(case.params, *case.args)[1]), strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance / 4, atol=tolerance / 4)
@@ -80,18 +81,18 @@ def test_projections_of_attention_are_tapped_everywhere(name, kind, monkeypatch)
     assert all(len(shape) == 1 for shape in direct)  # scales and shifts, which autograd sums up as fast
 
 
-def test_weights_of_attention_come_out_of_it_in_the_same_dtype():
+def test_weights_of_attention_come_out_of_it_in_the_dtype_of_cuda():
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     params = {name: p.detach() for name, p in attention.named_parameters()}
 
+    @partial(fj.autocast, dtype=torch.bfloat16)
     def losses(params, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            y, weights = torch.func.functional_call(attention, params, (x, x, x))
+        y, weights = torch.func.functional_call(attention, params, (x, x, x))
         return y.float().mean((0, 1)), weights
 
     x = numbers(BATCH, 3, 4, dtype=torch.float32)
     found = [f(losses, has_aux=True)(params, x)[1][1] for f in (gramian_fn, jacobian_fn)]
-    assert torch.equal(*found)
+    assert torch.equal(*found) and found[0].dtype == torch.float32  # as softmax is
 
 
 def view_without_graph(params, x):
