@@ -65,6 +65,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         accelerator, has the dtypes of native autocast under vmap: put `autocast` inside it. Parameters and buffers
         belong in float32: running statistics in half precision are not updated. The builtin `pow(x, y)` is hidden from
         the tables by torch.compile, which leaves it to native autocast (half precision on the CPU): write `x ** y`.
+        It hides the softmax of attention with a `key_padding_mask` too: it is in half precision there.
 
     Example:
         >>> product = autocast(torch.matmul, torch.bfloat16)
