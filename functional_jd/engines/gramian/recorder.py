@@ -4,7 +4,7 @@ A row of a linear layer's Jacobian is `sum_p left_p right_p'` over the positions
 side is the layer's input, the other the gradient of its output. Inner products of such rows need no rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from functional_jd.engines.gramian.layers import LAYERS, Factors, Form, Layer
+from functional_jd.precision.autocast import tensors_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     TRANSPARENT,
@@ -66,24 +67,25 @@ class _Known(NamedTuple):
     transposed: bool = False
 
 
-class LayerRecorder(TorchFunctionMode):
+class LayerRecorder(RecomputedMode):
     """Records every known layer that receives a parameter. The layer gets a constant instead of the parameter, so that
     the gradient that still arrives at the parameter is that of all other uses, whatever they are.
 
     Args:
         leaves: the tensors that the function receives.
         constants: tensors with the same values that are leaves of the graph.
-        recording: is filled.
+        recording: the `Recording` that is filled; None: it is dropped.
         traced: whether it may run under a transform or torch.compile, or the result may be differentiated. Then copies
             of tensors are recorded, as their changes in place are not seen.
         m: the number of examples that `torch.vmap` hides; 0 if it hides none.
     """
 
     def __init__(
-        self, leaves: list[Tensor], *, constants: list[Tensor], recording: Recording, traced: bool = False, m: int = 0
+        self, leaves: list[Tensor], *, constants: list[Tensor], recording: Any = None, traced: bool = False, m: int = 0
     ):
         super().__init__()
-        self.constants, self.recording, self.traced, self.m = constants, recording, traced, m
+        self.leaves, self.constants, self.traced, self.m = leaves, constants, traced, m
+        self.recording = recording or Recording([], [], [], [], [])
         self.known = [_Known(leaf, index, constants[index]) for index, leaf in enumerate(leaves)]
         # An id would be a constant of what torch.compile traces.
         self.by_id = {} if torch.compiler.is_compiling() else {id(known.seen): known for known in self.known}
@@ -91,16 +93,17 @@ class LayerRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.note_checkpoints()
         func = traceable(func) if self.traced else func
         if func not in _WATCHED:
             return func(*args, **kwargs)
-        layer = LAYERS.get(func)
-        if layer is not None:
+        if (layer := LAYERS.get(func)) is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = self.uses_of(layer, given, len(args))
             return self.record(func, layer, given, uses, args, kwargs) if uses else func(*args, **kwargs)
-        form = transparent(func, kwargs)
-        if form is not None and any(self.known_as(x) for x in _with_lists((*args, *kwargs.values()))):
+        if (form := transparent(func, kwargs)) is not None and any(
+            map(self.known_as, tensors_of((*args, *kwargs.values())))
+        ):
             with self:
                 return form(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -114,14 +117,16 @@ class LayerRecorder(TorchFunctionMode):
             raise UnrecordedDerivativeError("the losses read the grad_fn of a recorded layer, which may get a hook")
         return output
 
+    def again(self) -> Callable[[], "LayerRecorder"]:
+        """A checkpoint that runs again saves tensors of the same shapes. Its recording is dropped."""
+        return partial(LayerRecorder, self.leaves, constants=self.constants, traced=self.traced, m=self.m)
+
     def known_as(self, x: Any) -> _Known | None:
         """The record of a tensor, unless it is frozen for a time."""
         if not isinstance(x, Tensor):
             return None
-        if torch.compiler.is_compiling():
-            found = next((known for known in self.known if known.seen is x), None)
-        else:
-            found = self.by_id.get(id(x))
+        same = (known for known in self.known if known.seen is x)
+        found = next(same, None) if torch.compiler.is_compiling() else self.by_id.get(id(x))
         return found if found is not None and (self.m or x.requires_grad) else None
 
     def refuse(self, func: Any, x: Any) -> None:
@@ -173,8 +178,9 @@ class LayerRecorder(TorchFunctionMode):
         output = func(*[made[name] for name in layer.names[: len(args)]], **{name: made[name] for name in kwargs})
         if output.requires_grad:  # else torch.no_grad inside the losses
             recording, end = self.recording, len(self.recording.ends)
-            others = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
-            others["shape"] = given["weight"].shape
+            others = {key: x for key, x in given.items() if not isinstance(x, Tensor)} | {
+                "shape": given["weight"].shape
+            }
             for name, known in uses.items():
                 recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], others, known.transposed))
             recording.ends.append(output if self.traced else get_gradient_edge(output))
@@ -204,11 +210,6 @@ def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[t
                 made = Factors(made.right, made.left)
             parts.append((leaf, made))
     return parts
-
-
-def _with_lists(values: Any) -> list[Any]:
-    """The values, and those in lists among them."""
-    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:

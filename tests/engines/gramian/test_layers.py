@@ -92,7 +92,8 @@ def test_weights_of_attention_come_out_of_it_in_the_dtype_of_cuda():
 
     x = numbers(BATCH, 3, 4, dtype=torch.float32)
     found = [f(losses, has_aux=True)(params, x)[1][1] for f in (gramian_fn, jacobian_fn)]
-    assert torch.equal(*found) and found[0].dtype == torch.float32  # as softmax is
+    assert torch.equal(*found)
+    assert found[0].dtype == torch.float32  # as softmax is
 
 
 def view_without_graph(params, x):
@@ -101,10 +102,11 @@ def view_without_graph(params, x):
     return x @ weight + shift + F.linear(x, params["w"][0:3], params["v"][1])
 
 
-PLACES = torch.tensor([2, 0, 0])
 STRANGE = {
     "a view without a graph": view_without_graph,
-    "by index": lambda p, x: F.linear(x, p["w"][PLACES]) * p["v"][0, ::2].sum() + p["v"][1].expand(1, 3),
+    "by index": lambda p, x: (
+        F.linear(x, p["w"][torch.tensor([2, 0, 0])]) * p["v"][0, ::2].sum() + p["v"][1].expand(1, 3)
+    ),
     "both are leaves": lambda p, x: x @ (p["w"] * p["v"] + p["w"]) - p["w"][0] * p["w"][0],
 }
 
