@@ -17,7 +17,7 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
 CODE_LINES = 13_728  # goal 12,500
-LINES = 23_246  # goal 22,000
+LINES = 23_243  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
@@ -25,13 +25,13 @@ CHAIN = 18
 ROOMS = {
     ("core",): 1_483,  # goal 1,300
     ("torch_compat",): 1_425,  # goal 1,200
-    ("random",): 797,
+    ("random",): 796,
     ("solvers",): 1_379,
     ("precision",): 1_101,
     ("objectives",): 995,
     ("aggregation", "aggregators"): 4_397,
     ("optimizers",): 1_167,
-    ("engines",): 3_695,
+    ("engines",): 3_693,
     ("training",): 2_546,  # goal 2,000
     ("distributed",): 446,
     ("diagnostics", "fronts"): 1_286,  # goal 1,200

@@ -106,9 +106,8 @@ class LayerRecorder(RecomputedMode):
         ):
             with self:
                 return form(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            own = self.m and transform_level() == self.level
-            return _attention_of_examples(self.level[0], *args, **kwargs) if own else func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and self.m and transform_level() == self.level:
+            return _attention_of_examples(self.level[0], *args, **kwargs)
         self.refuse(func, args[0] if args else None)
         output = func(*args, **kwargs)
         if func in _TRANSPOSES:
