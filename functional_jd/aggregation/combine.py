@@ -69,8 +69,8 @@ def combined(jacobian: Jacobian, weights: Weights, *, wide: bool = False) -> Dir
 def weights_to_sum(
     weights: Weights, products: Any, leaves: list[Tensor], *, by_autograd: bool = False
 ) -> tuple[Weights, Weights]:
-    """Weights `[m]` of rows with this Gramian, and the same in the dtype in which to sum: float64 where they cancel or
-    cannot be looked at for nothing, and for rows in float64; else float32.
+    """Weights `[m]` of rows with this Gramian or these norms, and the same in the dtype in which to sum: float64 where
+    they cancel or cannot be looked at for nothing, and for rows in float64; else float32. Norms do not tell.
 
     If autograd is to sum, in the dtype of the rows, weights that cancel are replaced by smaller ones.
     """
@@ -78,11 +78,11 @@ def weights_to_sum(
         pairs = {key: weights_to_sum(own, products[key], leaves) for key, own in weights.items()}
         return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
     by_row = isinstance(weights, Tensor) and weights.ndim == 1 and not weights.is_complex()
-    if not (by_row and isinstance(products, Tensor) and products.shape == 2 * weights.shape):
-        return weights, weights
     dtypes = {leaf.dtype for leaf in leaves}
-    if torch.float64 in dtypes:
+    if torch.float64 in dtypes or not (by_row and isinstance(products, Tensor) and weights.shape == products.shape[:1]):
         return weights, weights
+    if products.ndim == 1:
+        return weights, weights.float()
     wide = weights.to(products)
     if products.is_cpu and type(products) is Tensor and not torch.compiler.is_compiling() and not dispatch_modes():
         square, squares = wide @ (products @ wide), wide.square() @ products.diagonal()

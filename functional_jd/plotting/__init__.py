@@ -19,13 +19,7 @@ from functional_jd.plotting.directions import cone
 from functional_jd.plotting.front import front
 from functional_jd.plotting.history import history
 from functional_jd.plotting.style import PALETTE, legend
-from functional_jd.plotting.trajectories import (
-    Path,
-    Problem,
-    descend,
-    quadratics,
-    trajectories,
-)
+from functional_jd.plotting.trajectories import Path, Problem, descend, quadratics, trajectories
 
 __all__ = [
     "PALETTE",

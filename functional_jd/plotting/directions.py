@@ -20,17 +20,7 @@ from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.rows import row_count
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
-from functional_jd.plotting.style import (
-    PALETTE,
-    Array,
-    Ax,
-    as_array,
-    axes_or_new,
-    legend,
-    look,
-    quiet,
-    text_color,
-)
+from functional_jd.plotting.style import PALETTE, Array, Ax, as_array, axes_or_new, legend, look, quiet, text_color
 
 
 def cone(

@@ -11,17 +11,7 @@ from functional_jd.core.arguments import refuse
 from functional_jd.core.names import names_or_indices
 from functional_jd.fronts.points import knee, non_dominated
 from functional_jd.fronts.train import Front
-from functional_jd.plotting.style import (
-    Array,
-    Ax,
-    as_array,
-    axes_or_new,
-    check_points,
-    legend,
-    look,
-    quiet,
-    text_color,
-)
+from functional_jd.plotting.style import Array, Ax, as_array, axes_or_new, check_points, legend, look, quiet, text_color
 
 
 def front(

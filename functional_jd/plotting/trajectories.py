@@ -23,16 +23,7 @@ from functional_jd.core.types import Tree
 from functional_jd.engines.differentiate import jacobian_fn
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.sgd import sgd
-from functional_jd.plotting.style import (
-    Array,
-    Ax,
-    as_array,
-    axes_or_new,
-    check_points,
-    look,
-    quiet,
-    text_color,
-)
+from functional_jd.plotting.style import Array, Ax, as_array, axes_or_new, check_points, look, quiet, text_color
 from functional_jd.plotting.style import legend as add_legend
 
 

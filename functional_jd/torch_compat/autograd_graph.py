@@ -38,7 +38,7 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]
 
 def leaves_behind(roots: Iterable[Any], ends: Container[Any] = ()) -> dict[int, Tensor]:
     """The leaf tensors that a backward pass from these nodes reaches, by id."""
-    leaves = [getattr(node, "variable", None) for node in nodes_from(filter(None, roots), ends)]
+    leaves = (getattr(node, "variable", None) for node in nodes_from(filter(None, roots), ends))
     return {id(x): x for x in leaves if x is not None}
 
 
@@ -54,14 +54,13 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     handle.remove()
     if hooks > 1:
         return [(y, y)]
-    edges = node.next_functions
     # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch
     # does not say so, the losses are differentiated as one vector.
-    for part, index in edges:
+    for part, index in node.next_functions:
         entries: Any = getattr(part, "_input_metadata", ())
         if len(entries) <= index or entries[index].dtype != y.dtype:
             return [(y, y)]
-    return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
+    return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), node.next_functions, strict=True)]
 
 
 def largest_gradient(outputs: list[Tensor], inputs: Sequence[Tensor], enough: float = inf) -> int:
@@ -105,7 +104,11 @@ def gradients(
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Gradients without sparse ones, which embeddings may return: rows are dense."""
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+    dense = list(gradients)
+    for index, g in enumerate(dense):
+        if g is not None and g.is_sparse:
+            dense[index] = g.to_dense()
+    return dense
 
 
 class OwnParameters(TorchFunctionMode):

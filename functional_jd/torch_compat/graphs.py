@@ -12,6 +12,9 @@ from torch.overrides import has_torch_function
 from functional_jd.torch_compat.torch_internals import private
 
 _mode_stack: Any = private("overrides._get_current_function_mode_stack", "compiled")
+_SYMBOLS: Any = {torch.SymInt, torch.SymFloat, torch.SymBool}
+# Operators that change an argument although their schema does not tell.
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 
 
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -24,11 +27,10 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # loads much: only when it is called for
 
-    devices = {x.device for x in inputs}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Accessing the data pointer of FakeTensor")
-            trace: Any = make_fx(f, _zeros_on(devices), tracing_mode="fake", _allow_non_fake_inputs=True)
+            trace: Any = make_fx(f, _zeros_on(inputs), tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
     except (RuntimeError, UserWarning) as error:
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
@@ -41,14 +43,12 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     return graph
 
 
-def _zeros_on(devices: set[torch.device]) -> dict[Any, Any]:
+def _zeros_on(inputs: Sequence[Tensor]) -> dict[Any, Any]:
     """The maker of the zeros of forward mode. Torch makes them on "meta", without memory: they move to the device."""
     op = getattr(torch.ops.aten, "_efficientzerotensor", None)
+    devices = {x.device for x in inputs}
     device: Any = {"device": next(iter(devices))} if len(devices) == 1 else {}
     return {} if op is None else {op.default: lambda size, **how: torch.zeros(size, **{**how, **device})}
-
-
-_SYMBOLS: Any = {torch.SymInt, torch.SymFloat, torch.SymBool}
 
 
 def _needs_values(found: str) -> RuntimeError:
@@ -85,10 +85,6 @@ def written_bases(graph: fx.GraphModule) -> list[fx.Node]:
                 given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
                 found += given if isinstance(given, list | tuple) else [given]
     return [base for x in found if isinstance(base := base_of(x), fx.Node)]
-
-
-_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""Operators that change an argument although their schema does not tell."""
 
 
 def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:

@@ -28,8 +28,9 @@ class RecomputedMode(TorchFunctionMode):
         # A checkpoint around this mode enters it again by itself.
         self.around = self.seen = _checkpoint_hook()
 
-    def note_checkpoints(self) -> None:
+    def note_checkpoints(self, *, innermost: bool = False) -> None:
         """Make the checkpoint around this op, if it began inside this mode, run again under a mode of this class.
+        It goes around those that were noted before, since inner modes receive an op first; or inside, if `innermost`.
 
         A checkpoint inside another one calls `torch.empty` before it begins, so that no checkpoint is missed.
         """
@@ -41,7 +42,9 @@ class RecomputedMode(TorchFunctionMode):
         if frame is not None:
             if not isinstance(frame.recompute_fn, _Recomputation):
                 frame.recompute_fn = _Recomputation(frame.recompute_fn)
-            frame.recompute_fn.contexts.setdefault(id(self), self.again())
+            known, own = frame.recompute_fn.contexts, {id(self): self.again()}
+            if id(self) not in known:
+                frame.recompute_fn.contexts = own | known if innermost else known | own
 
     def again(self) -> Callable[[], TorchFunctionMode]:
         """The maker of the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which

@@ -64,8 +64,7 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
-    torch.select_scatter: select_scatter,
-    Tensor.select_scatter: select_scatter,
+    **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), select_scatter),
     nn.functional.one_hot: one_hot,
 }
 if hasattr(nn.functional, "linear_cross_entropy"):  # from torch 2.13 on

@@ -211,8 +211,7 @@ def ignoring_modes(f: Any) -> Callable[..., Any]:
     return FunctionType(f.__code__, vars(nn.functional) | ignored, None, f.__defaults__)
 
 
-_ATTENTION = nn.functional.multi_head_attention_forward
-TRANSPARENT: dict[Any, Callable[..., Any]] = {_ATTENTION: ignoring_modes(_ATTENTION)}
+TRANSPARENT: dict[Any, Any] = {f: ignoring_modes(f) for f in (nn.functional.multi_head_attention_forward,)}
 """Functions that torch shows to a mode as one op, in a form that shows the ops inside."""
 
 

@@ -141,28 +141,28 @@ def watched(
     journal: StateJournal | None = None,
     *,
     examples: bool = False,
-    recorder: TorchFunctionMode | None = None,
+    recorder: Any = None,
 ) -> Callable[..., Any]:
     """A function under the modes that must receive its ops, mostly none. `journal` notes what `f` changes in place, for
-    `attempt`; `examples`: `f` is the loss of one example; the `recorder` receives the ops first.
+    `attempt`; `examples`: `f` is the loss of one example; the `recorder` receives the ops first, and calls its `watch`.
     """
 
     def run(*args: Any) -> Any:
-        watches = journal is not None or examples or under_transform()
-        with Watch(journal, examples=examples) if watches else nullcontext():
-            return f(*args) if recorder is None else _first_in(recorder, f, args)
+        watches, traced = journal is not None or examples or under_transform(), torch.compiler.is_compiling()
+        watch: Any = Watch(journal, examples=examples) if watches else None
+        if recorder is None:
+            with watch or nullcontext():
+                return f(*args)
+        token: Any = _TRACED.append(recorder) if traced else _RECORDER.set(recorder)
+        if not traced:  # a second mode costs as much as a small op for every op
+            recorder.watch, watch = watch, None
+        try:
+            with watch or nullcontext(), recorder:
+                return f(*args)
+        finally:
+            _TRACED.pop() if traced else _RECORDER.reset(token)
 
     return run
-
-
-def _first_in(recorder: TorchFunctionMode, f: Callable[..., Any], args: Any) -> Any:
-    traced = torch.compiler.is_compiling()
-    token: Any = _TRACED.append(recorder) if traced else _RECORDER.set(recorder)
-    try:
-        with recorder:
-            return f(*args)
-    finally:
-        _TRACED.pop() if traced else _RECORDER.reset(token)
 
 
 def recorder_of_ops() -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ side is the layer's input, the other the gradient of its output. Inner products 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from functional_jd.torch_compat.torch_internals import (
     transparent,
     version,
 )
+from functional_jd.torch_compat.watching import SEEN, SEEN_WITH
 
 F = torch.nn.functional
 
@@ -83,33 +84,34 @@ class LayerRecorder(RecomputedMode):
     def __init__(
         self, leaves: list[Tensor], *, constants: list[Tensor], recording: Any = None, traced: bool = False, m: int = 0
     ):
-        super().__init__()
         self.leaves, self.constants, self.traced, self.m = leaves, constants, traced, m
         self.recording = recording or Recording([], [], [], [], [])
         self.known = [_Known(leaf, index, constants[index]) for index, leaf in enumerate(leaves)]
         # An id would be a constant of what torch.compile traces.
         self.by_id = {} if torch.compiler.is_compiling() else {id(known.seen): known for known in self.known}
-        self.level = transform_level()
+        super().__init__()
+        self.level, self.watch = transform_level(), cast(Any, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.note_checkpoints()
-        func = traceable(func) if self.traced else func
+        func = call = traceable(func) if self.traced else func
+        if self.watch is not None and (func in SEEN or not kwargs.keys().isdisjoint(SEEN_WITH)):
+            call = lambda *args, **kwargs: self.watch.__torch_function__(func, types, args, kwargs)
         if func not in _WATCHED:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         if (layer := LAYERS.get(func)) is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = self.uses_of(layer, given, len(args))
-            return self.record(func, layer, given, uses, args, kwargs) if uses else func(*args, **kwargs)
-        if (form := transparent(func, kwargs)) is not None and any(
-            map(self.known_as, tensors_of((*args, *kwargs.values())))
-        ):
+            return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
+        form = transparent(func, kwargs)
+        if form is not None and any(map(self.known_as, tensors_of((*args, *kwargs.values())))):
             with self:
                 return form(*args, **kwargs)
         if func is F.scaled_dot_product_attention and self.m and transform_level() == self.level:
             return _attention_of_examples(self.level[0], *args, **kwargs)
+        self.note_checkpoints(innermost=True)
         self.refuse(func, args[0] if args else None)
-        output = func(*args, **kwargs)
+        output = call(*args, **kwargs)
         if func in _TRANSPOSES:
             self.follow(func, args, kwargs, output)
         elif func == GRAD_FN and any(isinstance(x, GradientEdge) and x.node is output for x in self.recording.ends):
@@ -124,8 +126,7 @@ class LayerRecorder(RecomputedMode):
         """The record of a tensor, unless it is frozen for a time."""
         if not isinstance(x, Tensor):
             return None
-        same = (known for known in self.known if known.seen is x)
-        found = next(same, None) if torch.compiler.is_compiling() else self.by_id.get(id(x))
+        found = self.by_id.get(id(x)) if self.by_id else next((known for known in self.known if known.seen is x), None)
         return found if found is not None and (self.m or x.requires_grad) else None
 
     def refuse(self, func: Any, x: Any) -> None:
@@ -147,7 +148,7 @@ class LayerRecorder(RecomputedMode):
         if not way or (len(way) == 2 and all(isinstance(d, int) for d in way) and way[0] % 2 != way[1] % 2):
             constant = func(known.constant, *args[1:], **kwargs)
             self.known.append(_Known(output, known.leaf, constant, not known.transposed))
-            if not torch.compiler.is_compiling():
+            if self.by_id:
                 self.by_id[id(output)] = self.known[-1]
 
     def uses_of(self, layer: Layer, given: dict[str, Any], n_args: int) -> dict[str, _Known]:
@@ -166,20 +167,22 @@ class LayerRecorder(RecomputedMode):
         return uses if not self.m or (hidden(given["input"]) and not any(map(hidden, others))) else {}
 
     def record(
-        self, func: Any, layer: Layer, given: dict[str, Any], uses: dict[str, _Known], args: Any, kwargs: Any
+        self, call: Any, layer: Layer, given: dict[str, Any], uses: dict[str, _Known], args: Any, kwargs: Any
     ) -> Tensor:
         """Remember the uses of parameters by a layer, and return its output as the losses get it."""
+        others = {key: x for key, x in given.items() if not isinstance(x, Tensor)}
+        others["shape"] = given["weight"].shape
         source = examples_first(given["input"], self.level[0]) if self.m else given["input"]
         several = source.shape[: source.ndim - layer.dims]
         # Along one dimension: the output is then no view, which changes in place would give another graph.
         flat = source if len(several) == 1 else source.reshape(-1, *source.shape[len(several) :])
-        made = given | {name: known.constant for name, known in uses.items()} | {"input": flat}
-        output = func(*[made[name] for name in layer.names[: len(args)]], **{name: made[name] for name in kwargs})
+        made = given | {"input": flat}
+        for name, known in uses.items():
+            made[name] = known.constant
+        self.note_checkpoints(innermost=True)
+        output = call(*map(made.get, layer.names[: len(args)]), **dict(zip(kwargs, map(made.get, kwargs), strict=True)))
         if output.requires_grad:  # else torch.no_grad inside the losses
             recording, end = self.recording, len(self.recording.ends)
-            others = {key: x for key, x in given.items() if not isinstance(x, Tensor)} | {
-                "shape": given["weight"].shape
-            }
             for name, known in uses.items():
                 recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], others, known.transposed))
             recording.ends.append(output if self.traced else get_gradient_edge(output))
@@ -205,9 +208,7 @@ def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[t
     for leaf, end, form, given, transposed in recording.uses:
         if (gradient := gradients[end]) is not None:
             made = form(recording.sources[end], gradient, given)
-            if transposed and isinstance(made, Factors):
-                made = Factors(made.right, made.left)
-            parts.append((leaf, made))
+            parts.append((leaf, Factors(*made[::-1]) if transposed and isinstance(made, Factors) else made))
     return parts
 
 
@@ -234,12 +235,8 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # pyright: ignore
-_TRANSPOSES = {
-    f
-    for home in (torch, Tensor)
-    for name in ("t", "transpose", "swapaxes", "swapdims")
-    if (f := getattr(home, name, None))
-} | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
+_TRANSPOSES = {getattr(home, name) for home in (torch, Tensor) for name in ("t", "transpose", "swapaxes", "swapdims")}
+_TRANSPOSES |= {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
 
 _WATCHED = {
     *LAYERS,
@@ -250,4 +247,5 @@ _WATCHED = {
     GRAD_FN,
     Tensor.register_hook,
     _SET_REQUIRES_GRAD,
+    torch.empty,  # before a checkpoint in a checkpoint
 }
