@@ -106,7 +106,7 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among values, and in containers. Long ones hold data, and take too long to search in every call."""
     found: list[Tensor] = []
     for x in values:
-        if x.__class__ is Tensor:
+        if isinstance(x, Tensor) and x.__class__ is not nn.Parameter:  # tracers have classes of their own
             found.append(x)
         elif x.__class__ in _CONTAINERS and 0 < len(x) <= _LONG:
             found += _tensors_in(x.values() if isinstance(x, dict) else x)

@@ -108,6 +108,8 @@ def in_precision(f, precision):
 
 dtype_of = lambda precision: getattr(torch, precision.split()[-1])
 flat = lambda tree: torch.cat([x.detach().double().flatten() for x in torch.utils._pytree.tree_leaves(tree)])
+# A path through two blocks rounds about thirty times, in the forward pass and in the backward pass.
+near = lambda found, expected, of: bool((found - expected).norm() <= 30 * eps(dtype_of(of)) * expected.norm())
 batch_losses = lambda f: lambda params, x: f(params, x).float().square().mean((0, 1)) * SLOPES
 example_loss = lambda f: lambda params, x: f(params, x[None]).float().square().mean() * SLOPES[0]
 
@@ -134,11 +136,6 @@ def found_by(engine, losses, params, *args):
     jacobian, values = fj.jacobian_fn(losses, mode=engine)(params, *args)
     rows = [flat([leaf[i] for leaf in getattr(jacobian, "shared", jacobian).values()]) for i in range(len(values))]
     return torch.stack(rows), lambda rows: rows
-
-
-def near(found, expected, precision):
-    # A path through two blocks rounds about thirty times, in the forward pass and in the backward pass.
-    return bool((found - expected).norm() <= 30 * eps(dtype_of(precision)) * expected.norm())
 
 
 def multitask_losses(trunk, precision, checkpoints):
@@ -263,17 +260,20 @@ class Counted(nn.Module):
         return (self.layer(x) * size).sin()
 
     def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False) if self.recomputed else self.body(x)
+        y = checkpoint(self.body, x, use_reentrant=False) if self.recomputed else self.body(x)
+        self.left = y.cos().mean(0)
+        return 2 * y  # so that the way to what is left does not pass the output
 
 
-def test_what_runs_again_for_each_row_finds_the_buffers_of_the_call():
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = []
-    for recomputed in (True, False):
+def test_what_runs_again_for_each_row_finds_the_tensors_of_the_call():
+    def rows(recomputed):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         torch.manual_seed(0)
         net = Counted(recomputed).double()
         apply, buffers = fj.functional(net), dict(net.named_buffers())
-        losses = lambda p, x, apply=apply, buffers=buffers: apply(p, buffers, x)[0].square().mean(0)
-        found.append(fj.jacobian_fn(losses, mode="loop")(dict(net.named_parameters()), x)[0])
-    for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name])
+        f = fj.jacobian_fn(lambda p, x: [apply(p, buffers, x)[0].square().mean(0), net.left], mode="loop")
+        params = {name: 2 * p.detach() for name, p in net.named_parameters()}
+        return [g(params, x)[0] for g in (f, fj.compiled(f, backend="eager"))]
+
+    found = [*rows(True), *rows(False)]
+    assert all(torch.equal(other[name], found[0][name]) for other in found for name in other)

@@ -172,6 +172,7 @@ class LayerRecorder(RecomputedMode):
         """Remember the uses of parameters by a layer, and return its output as the losses get it."""
         others = {key: x for key, x in given.items() if not isinstance(x, Tensor)}
         others["shape"] = given["weight"].shape
+        self.note_checkpoints(innermost=True)
         source = examples_first(given["input"], self.level[0]) if self.m else given["input"]
         several = source.shape[: source.ndim - layer.dims]
         # Along one dimension: the output is then no view, which changes in place would give another graph.
@@ -179,7 +180,6 @@ class LayerRecorder(RecomputedMode):
         made = given | {"input": flat}
         for name, known in uses.items():
             made[name] = known.constant
-        self.note_checkpoints(innermost=True)
         output = call(*map(made.get, layer.names[: len(args)]), **dict(zip(kwargs, map(made.get, kwargs), strict=True)))
         if output.requires_grad:  # else torch.no_grad inside the losses
             recording, end = self.recording, len(self.recording.ends)
