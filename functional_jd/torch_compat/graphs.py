@@ -36,6 +36,8 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     outputs = graph.graph.output_node().all_input_nodes
     for node in graph.graph.nodes:
+        if str(node.target) in ("aten.view.default", "aten._unsafe_view.default"):
+            node.target = torch.ops.aten.reshape.default  # strides without values are not always the real ones
         value = node.meta.get("val")
         numbers = value.shape if isinstance(value, Tensor) else [value]
         if _SYMBOLS & {*map(type, numbers)} or (node in outputs and getattr(value, "is_meta", False)):
@@ -104,10 +106,8 @@ def base_of(node: Any) -> Any:
 
 
 def _is_view(target: Any) -> bool:
-    if target is getitem or str(target) == "aten._unsafe_view.default":  # one of several; a view by no schema
-        return True
-    schema = getattr(target, "_schema", None)
-    return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None
+    arguments = getattr(getattr(target, "_schema", None), "arguments", ())
+    return target is getitem or (bool(arguments) and arguments[0].alias_info is not None)
 
 
 def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
