@@ -209,8 +209,10 @@ def test_replicas_and_scales_by_vmap_are_a_loop_over_them(kind, name, how, monke
             same_unscaled(torch.vmap(take)(*stacked), loop)
 
 
-@pytest.mark.parametrize("name", ["jacobian_fn", "squared_norms_fn", "weighted_fn"])
-@every_kind
+FUNCTIONS = ["weighted_fn", "jacobian_fn", "squared_norms_fn"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*zip([plain, tasks, by_example], FUNCTIONS, strict=True)])
 def test_one_graph_holds_it(kind, name, monkeypatch):
     priced(monkeypatch, True)
     case = kind(bare())

@@ -190,19 +190,19 @@ def rows_by_hand(sizes):
 EACH = [2.0**3, 2.0**20, 2.0**-5]
 
 
-@pytest.mark.parametrize(("scale", "compiled"), [(2.0**9, False), (EACH, False), (None, True), (2.0**9, True)])
+@pytest.mark.parametrize("scale", [None, 2.0**9, EACH])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_scales_leave_the_gradient_of_the_heads_as_it_is_and_each_loss_has_its_row(sizes, scale, compiled):
+def test_scales_leave_the_gradient_of_the_heads_as_it_is_and_each_loss_has_its_row(sizes, scale):
     losses, params = problem(sizes)
     torch.compiler.reset()
     find = fj.jacobian_fn(losses, scale=None if scale is None else torch.tensor(scale))
-    if compiled:
-        find = torch.compile(find, fullgraph=True, backend="aot_eager")
-    found, _, *finite = find(params, ROWS)
-    assert all(flags.all() for flags in finite)
-    for name, expected in sum_by_hand(sizes).items():
-        assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
-    assert torch.equal(found.shared["w"], rows_by_hand(sizes))
+    traced = torch.compile(find, fullgraph=True, backend="aot_eager")
+    for take in (find, traced) if sizes == SIZES["one without"] and scale != EACH else (find,):
+        found, _, *finite = take(params, ROWS)
+        assert all(flags.all() for flags in finite)
+        for name, expected in sum_by_hand(sizes).items():
+            assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
+        assert torch.equal(found.shared["w"], rows_by_hand(sizes))
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap", "compiled"])

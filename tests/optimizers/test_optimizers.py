@@ -393,8 +393,9 @@ def operators(f, *args):
     return Counter(seen), found
 
 
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1), lambda steps: 0.1 / (1 + steps)])
-@pytest.mark.parametrize("moving", [None, True, False])
+@pytest.mark.parametrize(
+    ("rate", "moving"), [(0.1, None), (torch.tensor(0.1), False), (lambda steps: 0.1 / (1 + steps), True)]
+)
 def test_a_graph_holds_adamw_as_one_operator(rate, moving):
     optimizer, params = adamw(lr=rate), tree(0) | {"half": torch.ones(2, dtype=torch.bfloat16), "more": many(0)}
     direction, state = tree_map(torch.ones_like, params), optimizer.init(params)

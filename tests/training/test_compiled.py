@@ -25,6 +25,7 @@ import functional_jd as jd
 
 X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}
+LAYER = torch.nn.LayerNorm(3)
 graph_of = partial(jd.compiled, backend="eager")
 
 
@@ -129,7 +130,7 @@ def test_a_compiled_transform_is_the_transform():
     for transform in (torch.func.grad, twice, lambda f: lambda r, x: torch.func.jvp(f, (r, x), (r, x))):
         torch.testing.assert_close(graph_of(transform(after_two))(rate, X), transform(after_two)(rate, X))
     equal(graph_of(torch.func.jacfwd(after_one))(rate, X), torch.func.jacfwd(after_one)(rate, X))
-    along = lambda x, norm=torch.nn.LayerNorm(3): torch.func.jvp(norm, (x,), (x,))
+    along = lambda x: torch.func.jvp(LAYER, (x,), (x,))
     turned = lambda x: batch_norm(x.mT, None, None, training=True).mT.reshape(-1)
     for f in (along, turned):  # without values, the strides of the second are others
         equal(graph_of(f)(X), f(X))
