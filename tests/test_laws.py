@@ -117,6 +117,11 @@ def rows_of(name):
     return torch.cat([J, J[:1] - 0.5]) if name == "krum" else J
 
 
+# Beside the formulas: rules that search, sort, factorize, draw or remember by more than a sum.
+ALGORITHMS = "aligned_mtl cagrad config constrained dualproj fairgrad gradvac imtl_g krum levenberg_marquardt".split()
+ALGORITHMS += "mgda moco nash_mtl natural_gradient pcd pcgrad relobralo sdmgrad trimmed_mean upgrad".split()
+
+
 @pytest.mark.parametrize("name", TABLED)
 def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
     """By the rows, also through the losses, and by all hyper-parameters."""
@@ -134,9 +139,10 @@ def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
     cases, gradient = (torch.stack([rows, 2 * rows.flip(0)]), sweep), torch.func.grad(size, (0, 1))
     expected = tuple(map(torch.stack, zip(*(gradient(*case) for case in zip(*cases, strict=True)), strict=True)))
     torch.testing.assert_close(torch.vmap(gradient)(*cases), expected)
-    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(in_one_graph(*cases), expected)
+    if name in ALGORITHMS:
+        torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+        in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(in_one_graph(*cases), expected)
 
 
 @pytest.mark.parametrize("name", TABLED)

@@ -105,7 +105,7 @@ def test_a_tensor_that_gives_other_directions_is_noticed():
         hyper_parameters_are_values(build, {"t": 0.7}, J)
 
 
-FEW = hypothesis.settings(max_examples=10, derandomize=True, database=None, deadline=None)
+FEW = hypothesis.settings(max_examples=5, derandomize=True, database=None, deadline=None)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -153,12 +153,9 @@ def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(name):
     def direction(losses):
         return jd.aggregate(rule, torch.ones(3, 2), losses=losses).direction
 
-    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    compiled = torch.compile(direction, fullgraph=True, backend="aot_eager")
     for number in RULES[name].invalid:
         one, all_of_them = (torch.tensor(x, dtype=torch.float64) for x in ([1.0, number, 2.0], [number] * 3))
         cosine = (name, number) == ("cosmos", 0.0)  # it has an angle unless all are zero
         for losses in [all_of_them] if cosine else [one, all_of_them]:
             assert not direction(losses).isfinite().any()
-            assert not compiled(losses).isfinite().any()
     assert direction(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).isfinite().all()  # not for another reason
