@@ -145,8 +145,7 @@ def train(rule: str, settings: Namespace) -> Report:
         batches = ((x[rows], y[rows]) for rows in permutation(epoch_key, len(x)).split(BATCH_SIZE))
         state = jd.fit(partial(jd.step, **method), state, batches, on_step=infos.append)
         results.append(tested(state.params, test))
-    skipped = sum(not info.finite.all() for info in infos)
-    return Report(results, len(infos), skipped, state.scale.scale.tolist())
+    return Report(results, len(infos), sum(not info.finite.all() for info in infos), state.scale.scale.tolist())
 
 
 @torch.no_grad()

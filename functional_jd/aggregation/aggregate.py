@@ -125,8 +125,7 @@ def aggregate(
         products = (received if view.receive is receive else receive(seen)) if by_gramian else None
         given = received, products, state
         weights, own, state = where_it_runs(aggregator, seen, update, *given, apart=True)
-        direction = combined(jacobian, own, wide=products is not None)
-        return Aggregation(direction, weights, state)
+        return Aggregation(combined(jacobian, own, wide=products is not None), weights, state)
 
 
 def no_memory(_: Any) -> Tree:

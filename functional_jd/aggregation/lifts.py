@@ -111,9 +111,9 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
 
     Returns:
         `(fresh, repeated)`, two rules with one state `HeldState`. `fresh` is `rule`, bit for bit. `repeated` needs no
-        gradients, has the weights of the last call of `fresh`, and returns the state unchanged: a step with it costs
-        one weighted backward pass. Start with `fresh`: before its first call, `repeated` has the weights of the batch
-        that the state was started with.
+        gradients, has the weights of the last call of `fresh` (of an absent objective, of the last call with it), and
+        returns the state unchanged: a step with it costs one weighted backward pass. Start with `fresh`: before its
+        first call, `repeated` has the weights of the batch that the state was started with.
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.

@@ -38,8 +38,8 @@ class Call(NamedTuple):
         """The buffers that were returned with other values, as far as no transform hides them."""
         found: dict[str, Tensor] = {}
         for name, x in self.returned.items():
-            old = self.buffers[name]
-            if not (is_wrapped(x) or is_wrapped(old) or (x.shape == old.shape and _same(x, old))):
+            pair = x, self.buffers[name]
+            if not (any(map(is_wrapped, pair)) or torch.equal(*pair) or torch.equal(*map(torch.nan_to_num, pair))):
                 found[name] = x
         return found
 
@@ -285,15 +285,15 @@ def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
     TRACED.append(parts)
     result = losses(*args)
     TRACED.pop()
-    while parts:
-        part, before = parts.pop()
+    put_back(parts)
+    return result
+
+
+def put_back(parts: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Give parts of modules the attributes that they had before, the newest first."""
+    for part, before in reversed(parts):
         for name, x in list(part.__dict__.items()):
             if name not in before:
                 delattr(part, name)
             elif isinstance(x, Tensor | list | dict) and x is not before[name]:
                 setattr(part, name, before[name])
-    return result
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x, y) or (x.is_floating_point() and torch.equal(x.nan_to_num(), y.nan_to_num()))

@@ -43,9 +43,7 @@ def leaves_behind(roots: Iterable[Any], ends: Container[Any] = ()) -> dict[int, 
 
 
 def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
-    """Pairs of a value and its output for `torch.autograd.grad`: each scalar that `torch.stack` joined by itself, or
-    else the tensor.
-    """
+    """Pairs of a value and its output for `torch.autograd.grad`: each scalar that was stacked, or else the tensor."""
     node: Any = y.grad_fn
     if node is None or node.name() != "StackBackward0" or y.ndim != 1:
         return [(y, y)]

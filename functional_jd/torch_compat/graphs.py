@@ -6,7 +6,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import has_torch_function
 
 from functional_jd.torch_compat.torch_internals import private
@@ -30,7 +30,7 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Accessing the data pointer of FakeTensor")
-            trace: Any = make_fx(f, _zeros_on(inputs), tracing_mode="fake", _allow_non_fake_inputs=True)
+            trace: Any = make_fx(f, _forms(inputs), tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
     except (RuntimeError, UserWarning) as error:
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
@@ -45,12 +45,21 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     return graph
 
 
-def _zeros_on(inputs: Sequence[Tensor]) -> dict[Any, Any]:
-    """The maker of the zeros of forward mode. Torch makes them on "meta", without memory: they move to the device."""
-    op = getattr(torch.ops.aten, "_efficientzerotensor", None)
+def _forms(inputs: Sequence[Tensor]) -> dict[Any, Any]:
+    """The forms of two operators. Zeros of forward mode, which torch makes on "meta" without memory, are on the device.
+    A value that is read raises for a tensor of a closure, whose value the graph would keep; others are stand-ins.
+    """
     devices = {x.device for x in inputs}
     device: Any = {"device": next(iter(devices))} if len(devices) == 1 else {}
-    return {} if op is None else {op.default: lambda size, **how: torch.zeros(size, **{**how, **device})}
+
+    def value(x: Tensor) -> Any:
+        if type(x) in (Tensor, nn.Parameter):
+            raise RuntimeError("the value of a tensor that is not an argument, and may change")
+        return NotImplemented
+
+    zeros = lambda size, **how: torch.zeros(size, **{**how, **device})
+    forms = ("_efficientzerotensor", zeros), ("_local_scalar_dense", value)
+    return {getattr(torch.ops.aten, name).default: form for name, form in forms}
 
 
 def _needs_values(found: str) -> RuntimeError:
@@ -65,14 +74,8 @@ def _needs_values(found: str) -> RuntimeError:
 
 def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s that are active, except for the one of `torch.set_default_device`."""
-    if not has_torch_function((0,)):
-        return []
-    return [mode for mode in _mode_stack() if type(mode).__name__ != "DeviceContext"]
-
-
-def changed_in_place(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """The inputs and constants of a graph that one of its operators changes in place, themselves or through a view."""
-    return (base for base in written_bases(graph) if base.op in ("placeholder", "get_attr"))
+    modes = _mode_stack() if has_torch_function((0,)) else []
+    return [mode for mode in modes if type(mode).__name__ != "DeviceContext"]
 
 
 def written_bases(graph: fx.GraphModule) -> list[fx.Node]:

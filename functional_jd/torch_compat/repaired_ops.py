@@ -1,6 +1,4 @@
-"""Ops that torch gets wrong under vmap or in second derivatives, without an error: in a form that is right, or raised
-for.
-"""
+"""Ops that torch gets wrong under vmap or in second derivatives: in a form that is right, or raised for."""
 
 from collections.abc import Callable
 from typing import Any

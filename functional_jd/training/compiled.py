@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from enum import Enum
 from functools import update_wrapper
@@ -18,6 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from functional_jd.core.arguments import check_flag, check_function, check_option, refuse
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
+from functional_jd.objectives.functional import put_back
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat import graphs
 from functional_jd.torch_compat.torch_internals import NO_TRANSFORM, dispatch_modes, transform_level
 from functional_jd.training.captured import Captured
@@ -52,9 +54,9 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
     Guarantees:
         With `"eager"` rows and weights have the same bits, except if a rule chooses a solver by values (`config`,
         `imtl_g`). The direction of a rule that reads rows is equal to rounding: a graph sums them in float64.
-        Results carry no gradient. Writing `f` down leaves no trace in generators or arguments.
+        Results carry no gradient. Writing `f` down leaves no trace in generators, arguments or attributes of modules.
         A `RuntimeWarning` at the eighth graph: each call with other arguments compiles.
-        Tensors of the closure of `f` are read in each call; other numbers once.
+        Tensors of the closure of `f` are read in each call. Numbers, the order of keys and `tolist()` are read once.
 
     Example:
         >>> compiled(lambda x: {"twice": 2 * x}, backend="eager")(torch.ones(2))
@@ -101,7 +103,8 @@ class Compiled:
                 self.graphs[key] = graph
                 if len(self.graphs) == _MANY:
                     warnings.warn(_TOO_MANY, RuntimeWarning, stacklevel=2)
-        leaves = [*graph.run(*tensors, *(x.detach() for x in graph.constants))]
+        with autocast_disabled():
+            leaves = [*graph.run(*tensors, *(x.detach() for x in graph.constants))]
         for place, leaf in graph.others:
             leaves.insert(place, leaf)
         result = tree_unflatten(graph.structure, leaves)
@@ -142,14 +145,12 @@ class Compiled:
             if not torch.compiler.is_compiling():  # no compiled body of torch's control flow
                 called[id(module)] = module
 
-        with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]):
-            noting = register_module_forward_pre_hook(note)
-            try:
+        with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]), ExitStack() as after:
+            with register_module_forward_pre_hook(note):
                 of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
-            finally:
-                noting.remove()
+            after.callback(put_back, [(x, dict(x.__dict__)) for x in called.values()])
             graph = graphs.written(of_tensors, tensors)
-        for node in graphs.changed_in_place(graph):
+        for node in [x for x in graphs.written_bases(graph) if x.op in ("placeholder", "get_attr")]:
             raise ValueError(
                 f"compiled: the function must be pure, found that it changes {_origin(node, given, structure)} in "
                 "place. Return the new value instead. For a module with buffers, functional(module) returns them."
@@ -162,7 +163,8 @@ class Compiled:
         constants = graphs.with_inputs_for_constants(graph)
         inputs, modules = [*tensors, *(x.detach() for x in constants)], [*called.values()]
         backend = _NAMED[self.backend] if isinstance(self.backend, str) else self.backend
-        run = backend(graph, inputs, *((len(tensors), found[0]) if backend is Captured else ()))
+        with autocast_disabled():  # casts are operators of the graph
+            run = backend(graph, inputs, *((len(tensors), found[0]) if backend is Captured else ()))
         return _Graph(run, constants, modules, tuple([x.training for x in modules]), *found[1:])
 
 

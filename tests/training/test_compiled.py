@@ -25,7 +25,7 @@ import functional_jd as jd
 
 X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}
-LAYER = torch.nn.LayerNorm(3)
+LAYER, PLACE = torch.nn.LayerNorm(3), torch.tensor(1)
 graph_of = partial(jd.compiled, backend="eager")
 
 
@@ -231,12 +231,18 @@ def test_shapes_strides_and_dtypes_have_graphs_of_their_own(kinds):
     assert len(f.graphs) == len(seen)
 
 
+def in_float32(x):
+    with torch.autocast("cpu", enabled=False):
+        return x @ x.T
+
+
 def test_what_operators_follow_besides_has_graphs_of_its_own():
     f = graph_of(lambda x: x @ x.T + torch.ones(()))
     expected = f(X[0])
     with torch.autocast("cpu", torch.bfloat16):
         assert not torch.equal(f(X[0]), expected)
         equal(f(X[0]), X[0] @ X[0].T + torch.ones(()))
+        equal(graph_of(in_float32)(X[0]), in_float32(X[0]))
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
@@ -310,6 +316,7 @@ class Tagged(torch.Tensor):
         (lambda x: x[x > 0].mean(), (X,), RuntimeError, r"do not depend on values.*found aten.* torch.where"),
         (lambda x: x if x.sum() > 0 else -x, (X,), RuntimeError, "do not depend on values"),
         (lambda x: x * x.sum().item(), (X,), RuntimeError, r"without \.item\(\)"),
+        (lambda x: x[PLACE], (X,), RuntimeError, "value of a tensor that is not an argument"),
         (torch.sin, (X.as_subclass(Tagged),), TypeError, r"0 must be a plain tensor.* Tagged. torch.compile\(f\)"),
         (lambda x: x, (X.clone().requires_grad_(),), ValueError, "argument 0 must be a tensor without grad.*Detach it"),
     ],
@@ -336,18 +343,20 @@ def test_transforms_of_what_is_compiled_are_refused_and_the_cure_is_named(transf
 
 
 class Kept(torch.nn.Module):
-    """Makes a tensor in its first call, as modules with positions do."""
+    """Makes a tensor in its first call, as modules with positions do, and another in each."""
 
     kept = None
 
     def forward(self, x):
         self.kept = torch.arange(1.0, 4.0) if self.kept is None else self.kept
+        self.mean = x.mean()
         return x * self.kept
 
 
 def test_what_a_module_keeps_has_values_and_a_teacher_without_gradients_none():
     module, weight = Kept(), torch.nn.Parameter(torch.ones(3))
     equal(graph_of(lambda x: module(x))(X), X * torch.arange(1.0, 4.0))
+    equal(module.mean, X.mean())
     equal(module(X), X * torch.arange(1.0, 4.0))
     equal(module.kept, torch.arange(1.0, 4.0))
 

@@ -266,7 +266,9 @@ def test_rules_that_weigh_single_entries_and_numbers_as_scales_are_refused():
         jd.weights_fn(losses, jd.upgrad())(params, x, scale=1024.0)
 
 
-@pytest.mark.parametrize("rule", [RULES["losses"], RULES["gramian"]], ids=["losses", "gramian"])
+@pytest.mark.parametrize(
+    "rule", [RULES["losses"], RULES["gramian"], jd.nash_mtl()], ids=["losses", "gramian", "memory"]
+)
 def test_composes_with_transforms(rule):
     params, x = problem(range(9))
     weigh = lambda params, x: jd.weights_fn(losses, rule)(params, x).weights
@@ -277,8 +279,8 @@ def test_composes_with_transforms(rule):
         lambda f: torch.func.grad(lambda p: f(p, x)[0])(params),
     ):
         torch.testing.assert_close(transformed(weigh), transformed(by_hand))
-    compiled = torch.compile(weigh, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(params, x), weigh(params, x))
+    for compiled in (torch.compile(weigh, fullgraph=True, backend="eager"), jd.compiled(weigh, backend="eager")):
+        torch.testing.assert_close(compiled(params, x), weigh(params, x))
     scaled = lambda scale: jd.weights_fn(losses, rule)(params, x, scale=scale).weights
     scale = jd.scale_state(2.0**10, shape=3)
     several = jd.scale_state(2.0**10)._replace(scale=torch.tensor([2.0**3, 2.0**20]))
