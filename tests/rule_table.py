@@ -272,16 +272,11 @@ RULES: dict[str, Entry] = {
         build=lambda f, max_norm=1.0: f(max_norm),
     ),
     "auto_clipped": Entry(
-        (_ORDER, _WEAK, _STRONG, _ROTATE),
-        _FITTED | {_SCALE: "gamma has a unit"},
-        {"gamma": _RATES, "max_norm": _RATES},
+        (_ORDER, _WEAK, _STRONG, _ROTATE), _FITTED | {_SCALE: "gamma has a unit"}, {"gamma": _RATES, "max_norm": _RATES}
     ),
     "excess_mtl": Entry((_ORDER, _SIMPLEX, _WEAK), _OUTWEIGHED | _NORM | _RATE | _ENTRYWISE, {"rate": _RATES}),
     "modo": Entry(
-        (_ORDER, _SIMPLEX, _WEAK, _ROTATE),
-        _OUTWEIGHED | _NORM | _RATE,
-        {"rate": _RATES, "ridge": _SIZE},
-        wide=False,
+        (_ORDER, _SIMPLEX, _WEAK, _ROTATE), _OUTWEIGHED | _NORM | _RATE, {"rate": _RATES, "ridge": _SIZE}, wide=False
     ),
     "sdmgrad": Entry(
         (_ORDER, _SCALE, _SIMPLEX, _WEAK, _STRONG, _ROTATE),

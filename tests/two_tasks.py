@@ -35,11 +35,7 @@ def two_tasks(norm=nn.Identity, dtype=torch.float32):
 
 
 def method(params, features, top, **changes):
-    return {
-        "losses": fj.multitask(features, top),
-        "aggregator": fj.upgrad(),
-        "optimizer": fj.adamw(1e-2),
-    } | changes
+    return {"losses": fj.multitask(features, top), "aggregator": fj.upgrad(), "optimizer": fj.adamw(1e-2)} | changes
 
 
 def same(a, b):

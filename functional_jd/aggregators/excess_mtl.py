@@ -75,5 +75,4 @@ def _accumulate(leaf: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """The new root `h = sqrt(root^2 + x^2)` and the risk `sum x^2 / h` by rows, with finite derivatives at zero."""
     x = at_least_float32(leaf)
     h = torch.hypot(root, nonzero(x))
-    risk = x * (x / h)
-    return torch.where(x == 0, root, h), as_matrix(risk).sum(1, dtype=torch.float64)
+    return torch.where(x == 0, root, h), as_matrix(x * (x / h)).sum(1, dtype=torch.float64)

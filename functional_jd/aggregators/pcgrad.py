@@ -37,8 +37,7 @@ def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
 
     def update(G: Gramian, state: Tensor) -> tuple[Weights, Tensor]:
         subkey, next_key = split(state)
-        weights = 1 + _coefficients(G, random_visit_orders(subkey, len(G))).sum(0)
-        return with_nan_of(weights, G.sum()), next_key
+        return with_nan_of(1 + _coefficients(G, random_visit_orders(subkey, len(G))).sum(0), G.sum()), next_key
 
     return Aggregator(gramian, lambda G: key.to(G.device), update, runs_on_host(solver))
 

@@ -170,8 +170,7 @@ def symmetric_product(rows: Tensor) -> Tensor:
     upper, lower = rows.tensor_split(2, dim=-2)
     corner = upper @ lower.mT
     top = torch.cat([symmetric_product(upper), corner], -1)
-    bottom = torch.cat([corner.mT, symmetric_product(lower)], -1)
-    return torch.cat([top, bottom], -2)
+    return torch.cat([top, torch.cat([corner.mT, symmetric_product(lower)], -1)], -2)
 
 
 def block_size(x: Tensor) -> int:

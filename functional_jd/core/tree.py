@@ -95,8 +95,7 @@ def tree_leaves(tree: Tree) -> list[Tensor]:
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `f` leaf by leaf; `rest` must have the structure of `tree` (dicts match by key)."""
     leaves, structure = tree_flatten(tree)
-    others = [leaves_like(structure, other) for other in rest]
-    return tree_unflatten(structure, list(map(f, leaves, *others)))
+    return tree_unflatten(structure, list(map(f, leaves, *[leaves_like(structure, other) for other in rest])))
 
 
 def own_containers(tree: Any) -> Any:

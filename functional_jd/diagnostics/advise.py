@@ -161,8 +161,7 @@ def _conflict_and_noise(cosines: Tensor) -> tuple[float, float]:
 
 def _below_zero(cosines: Tensor) -> Tensor:
     """Which cosines, `[k, ...]` of k steps, are negative by more than chance, bool `[...]`."""
-    errors = cosines.std(0) / len(cosines) ** 0.5
-    return cosines.mean(0) + _STANDARD_ERRORS * errors < -_ROUNDING
+    return cosines.mean(0) + _STANDARD_ERRORS * (cosines.std(0) / len(cosines) ** 0.5) < -_ROUNDING
 
 
 def _given_up(norms: Tensor, cosines: Tensor) -> float:

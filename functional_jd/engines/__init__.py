@@ -1,6 +1,4 @@
-"""From losses to an observation: Jacobian, Gramian, weighted pass, the choice between them, and the parts of
-another kind of losses or another engine.
-"""
+"""From losses to an observation: Jacobian, Gramian, weighted pass, the choice between them, and kinds of losses."""
 
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.types import Declared

@@ -207,9 +207,7 @@ _OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {
 
 
 def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
-    """Refuse losses and rules that differ between the replicas where training starts; later, those of examples, where
-    asking does not wait for a device.
-    """
+    """Refuse losses and rules that differ between the replicas, where training starts or asking does not wait."""
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
     if examples or plan.starting:
         method = {"rule": plan.rule} | ({} if plan.optimizer is None else {"optimizer": plan.optimizer})
@@ -239,8 +237,7 @@ def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
         "losses with the same names, shapes and dtypes": described_leaves(values),
         "the same rule": [description(plan.rule, keys=False, waiting=False)],
     }
-    mean = partial(mean_over_group, group=group)
-    return tree_unflatten(structure, means_if_alike(leaves, parts, mean, _CURE))
+    return tree_unflatten(structure, means_if_alike(leaves, parts, partial(mean_over_group, group=group), _CURE))
 
 
 _CURE = (

@@ -89,9 +89,7 @@ def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Resul
 
 
 def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | None]]:
-    """The rows of the Jacobian one after the other. Other outputs get no cotangent: zeros would cost time, and turn an
-    infinite derivative there into NaN.
-    """
+    """The rows of the Jacobian one after the other. Other outputs get no cotangent: zeros times infinity are NaN."""
     sizes = [y.numel() for y in point.outputs]
     parts = factors.unbind() if sizes.count(1) == len(sizes) else factors.split(sizes)
     for owner, (y, own) in enumerate(zip(point.outputs, parts, strict=True)):

@@ -112,8 +112,7 @@ def train(
         return step(state, *batch, aggregator=rule_of(mark), **method)
 
     def every(state: TrainState, *batch: Any) -> tuple[TrainState, StepInfo]:
-        dims = (0, 0, *[None] * len(batch))
-        return torch.vmap(one, in_dims=dims, chunk_size=chunk_size)(state, marks, *batch)
+        return torch.vmap(one, in_dims=(0, 0, *[None] * len(batch)), chunk_size=chunk_size)(state, marks, *batch)
 
     def begin(params: Params, buffers: Tree, mark: Tensor) -> TrainState:
         return train_state(params, *last, aggregator=rule_of(mark), scale=scale, buffers=buffers, **method)

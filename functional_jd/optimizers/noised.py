@@ -88,8 +88,7 @@ def noised(
     def mean(leaf: Tensor, noise: Tensor) -> Tensor:
         x = at_least_float32(shard_of(leaf))
         noise = noise.to(x.device).view(x.shape)
-        noisy = (x + in_dtype_of(multiplier * max_norm, x) * noise) / in_dtype_of(batch_size, x)
-        return sharded_as(noisy, leaf)
+        return sharded_as((x + in_dtype_of(multiplier * max_norm, x) * noise) / in_dtype_of(batch_size, x), leaf)
 
     def update(direction: Direction, state: NoisedState, params: Params) -> tuple[Params, NoisedState]:
         now, later = split(state.key)

@@ -215,8 +215,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     product = (current * torch.where(finite, growth, backoff)).float()  # in float64, as the factors are
     bounded = product.maximum(current.clamp(max=FLOOR))
     new = torch.where((product < torch.inf) > unchanged, bounded, current)
-    tracker = successes * unchanged
-    return ScaleState(new, tracker, growth, backoff, interval)
+    return ScaleState(new, successes * unchanged, growth, backoff, interval)
 
 
 def unscaled_rows(rows: list[Any], scale: Tensor) -> list[Any]:

@@ -191,8 +191,7 @@ class _Keyed(RecomputedMode):
         """A new tensor with the hidden dimensions of the key, so that draws can be written into it."""
         if functorch_depth() == 0 or x.requires_grad:
             return x
-        same = self.of_elements(self.ahead[0])[0] == 0
-        return torch.where(same, x, x)
+        return torch.where(self.of_elements(self.ahead[0])[0] == 0, x, x)
 
     def again(self) -> Callable[[], Any]:
         """A checkpoint that runs again draws the same once more."""

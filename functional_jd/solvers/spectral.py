@@ -51,8 +51,7 @@ def pseudo_inverse(matrix: Tensor, rank: int | None = None) -> tuple[Tensor, Ten
     inverse = V @ left @ inverse @ left.mT @ V.mT
     # From its complement, so that it is the identity exactly where no eigenvalue is dropped.
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    projection = eye - V @ (eye - left @ T.mT) @ V.mT
-    return nan_unless(finite, inverse), nan_unless(finite, projection)
+    return nan_unless(finite, inverse), nan_unless(finite, eye - V @ (eye - left @ T.mT) @ V.mT)
 
 
 def has_clear_rank(matrix: Tensor) -> bool:

@@ -39,7 +39,7 @@ class ModuleParts:
         self.embeddings = [
             (part, named[id(part.weight)])
             for part in parts.values()
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and id(part.weight) in named  # else it is computed
         ]
         self.recurrent = {
             named[id(x)] for part in parts.values() if isinstance(part, nn.RNNBase) for x in part.parameters(False)

@@ -47,9 +47,7 @@ class RecomputedMode(TorchFunctionMode):
                 frame.recompute_fn.contexts = own | known if innermost else known | own
 
     def again(self) -> Callable[[], TorchFunctionMode]:
-        """The maker of the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
-        may keep the graph alive.
-        """
+        """The maker of the mode in which a checkpoint runs again. It must not hold this mode, which may keep graphs."""
         return type(self)
 
 

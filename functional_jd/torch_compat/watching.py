@@ -80,8 +80,8 @@ class StateJournal:
             old = args[0].data
             self.before.setdefault((id(args[0]), "data"), (args[0], partial(func, args[0], old), old))
         elif func in _SET_REQUIRES_GRAD and not is_wrapped(args[0]) and args[0].is_leaf:
-            put = partial(Tensor.requires_grad_, args[0], args[0].requires_grad)
-            self.before.setdefault((id(args[0]), "requires_grad"), (args[0], put, None))
+            put = args[0], partial(Tensor.requires_grad_, args[0], args[0].requires_grad), None
+            self.before.setdefault((id(args[0]), "requires_grad"), put)
         for x in targets_of(func, args, kwargs):
             if examples and isinstance(x, Tensor):
                 x = torch.func.debug_unwrap(x, recurse=False)
@@ -126,6 +126,9 @@ class Watch(TorchFunctionMode):
             return graph_attribute(func, *args)
         if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs)
+        by_frequency = self.examples and func is _F.embedding and True in (*args[5:6], kwargs.get("scale_grad_by_freq"))
+        if by_frequency and vmaps_inside(0):
+            raise RuntimeError("scale_grad_by_freq counts the indices of all examples together under torch.vmap.")
         if self.journal is not None:
             self.journal.note(func, args, kwargs, self.examples or not self.forms)
         if not self.forms and func in _SELECT_SCATTER and vmaps_inside(0) and any(map(is_wrapped, args[:2])):

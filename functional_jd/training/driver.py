@@ -284,8 +284,7 @@ def verdict_of(
         own = torch.where((known := _finite_values(losses, scale.scale)).all(), own, known)
     sound = own.all() if own.ndim else own
     flags = torch.where(sound, rows_finite, own)  # rows are to blame only if all losses are finite
-    following = update_scale(scale, rows_finite, losses_finite=sound)
-    return Verdict(flags, flags.all() if flags.ndim else flags, following)
+    return Verdict(flags, flags.all() if flags.ndim else flags, update_scale(scale, rows_finite, losses_finite=sound))
 
 
 def _finite_values(values: Tree, scale: Tensor) -> Tensor:

@@ -141,6 +141,7 @@ def test_a_number_comes_back_or_is_refused_and_a_tensor_becomes_nan(domain, cont
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
 def test_other_real_numbers_are_numbers(number):
     assert checked(number) == number
+    assert type(checked(number)) is float  # numpy's own have operators of their own
 
 
 def test_a_tensor_is_widened_and_keeps_its_derivatives():

@@ -52,6 +52,9 @@ def test_rows_of_known_layers_are_never_formed():
         products = cross_gramian_fn(case.losses)(case.params, case.args, (torch.arange(5),))
     assert products.shape == (m, 5)
     assert largest.numel < 5 * 64 * 64
+    losses = per_example(lambda p, x: F.linear(x, p["w"]).sum() + p["b"].sum())  # of sequences without positions
+    empty = cross_gramian_fn(losses)({"w": numbers(2, 3), "b": numbers(2)}, (numbers(4, 0, 3),), (numbers(5, 0, 3),))
+    assert torch.equal(empty, torch.full((4, 5), 2.0))
 
 
 def test_a_row_that_overflowed_is_a_row_that_is_not_finite():

@@ -52,9 +52,7 @@ OPTIMIZERS = {
         labels=Argument(lambda: _by_name, function=True),
     ),
     "noised": _optimizer(
-        jd.noised,
-        multiplier=Argument(1.0, NOT_NEGATIVE_NUMBER),
-        max_norm=Argument(1.0, NOT_NEGATIVE_NUMBER),
+        jd.noised, multiplier=Argument(1.0, NOT_NEGATIVE_NUMBER), max_norm=Argument(1.0, NOT_NEGATIVE_NUMBER)
     ),
     "line_search": call(
         _searched,

@@ -27,9 +27,7 @@ PRECISION = {
         dtype=torch.bfloat16,
     ),
     "custom": call(
-        precision.custom,
-        function=Argument(lambda: _Double, OPTION),
-        cast_inputs=Argument(torch.float32, OPTION),
+        precision.custom, function=Argument(lambda: _Double, OPTION), cast_inputs=Argument(torch.float32, OPTION)
     ),
     "scaled_grad": call(_scaled_grad, f=Argument(lambda: torch.sum, function=True), factor=Argument(2.0, POSITIVE)),
     "scale": call(precision.scale, state=SCALES, tree=Argument(values, SCALED)),

@@ -127,9 +127,7 @@ AGGREGATION = {
     "with_losses": call(views.with_losses, view=lambda: views.norms),
     "dwa_end_epoch": call(jd.dwa_end_epoch, state=lambda: _state_of(jd.dwa())),
     "famo_after_step": call(
-        jd.famo_after_step,
-        state=lambda: _state_of(jd.famo()),
-        losses=Argument(values, kinds({"nans", "nested"})),
+        jd.famo_after_step, state=lambda: _state_of(jd.famo()), losses=Argument(values, kinds({"nans", "nested"}))
     ),
     "objective_names": call(jd.objective_names, losses=Argument(values, TREE | EMPTY)),
     "diagnose": call(

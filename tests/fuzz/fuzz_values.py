@@ -5,20 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from garbage import (
-    BATCHES,
-    EMPTY,
-    EVERYTHING,
-    FLOATS,
-    NOT_NEGATIVE,
-    OPTION,
-    ROWS,
-    SWITCH,
-    TREE,
-    Argument,
-    Call,
-    kinds,
-)
+from garbage import BATCHES, EMPTY, EVERYTHING, FLOATS, NOT_NEGATIVE, OPTION, ROWS, SWITCH, TREE, Argument, Call, kinds
 
 import functional_jd as jd
 

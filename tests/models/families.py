@@ -58,11 +58,7 @@ class Family(NamedTuple):
         out = self.output(call, key, x)
         out = out.float() if out.dtype.itemsize < 4 else out
         wave = torch.arange(out[0].numel(), dtype=out.dtype).sin().reshape(out[0].shape)
-        return {
-            "error": (out - wave).square().mean(),
-            "level": (out * wave).tanh().mean(),
-            "first": out[0].cos().sum(),
-        }
+        return {"error": (out - wave).square().mean(), "level": (out * wave).tanh().mean(), "first": out[0].cos().sum()}
 
     def loss(self, call: Callable[..., Any], x: Tensor) -> Tensor:
         """The loss of one example; all examples have the same draws."""

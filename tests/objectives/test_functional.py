@@ -76,6 +76,8 @@ def test_an_embedding_with_a_largest_norm_leaves_the_parameters(kind):
         torch.testing.assert_close(found, gradient)
     same({"weight": points["weight"].detach()}, params)
     same(state_of(module), before)
+    computed = nn.utils.parametrizations.weight_norm(module)
+    torch.testing.assert_close(fj.functional(computed)(*parts(computed), ids)[0], expected)
 
 
 def test_batch_statistics_are_mapped_with_the_parameters():

@@ -36,17 +36,7 @@ def test_cosines_do_not_change_by_a_bit_under_powers_of_two(J, exponents):
     assert torch.equal(cosines((scale * J) @ (scale * J).T)[0], cosines(J @ J.T)[0])
 
 
-KINDS = [
-    "random",
-    "conflicting",
-    "stationary",
-    "halves",
-    "repeated",
-    "rank one",
-    "low rank",
-    "integers",
-    "scaled",
-]
+KINDS = ["random", "conflicting", "stationary", "halves", "repeated", "rank one", "low rank", "integers", "scaled"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,8 +79,7 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     if padding == "same":
         whole = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return [n for total in reversed(whole) for n in (total // 2, total - total // 2)]
-    each = _each(0 if padding == "valid" else padding, len(kernel))
-    return [n for n in reversed(each) for _ in range(2)]
+    return [n for n in reversed(_each(0 if padding == "valid" else padding, len(kernel))) for _ in range(2)]
 
 
 def _is_real(given: Given) -> bool:

@@ -146,8 +146,7 @@ def block_of(
     From inner products of factors or from the rows, whichever costs less. The pullback keeps the smaller of the two.
     """
     if not parts:
-        shape = (m,) if norms_only else (m, m)
-        return leaf.new_zeros(shape, dtype=torch.float64), lambda _: torch.zeros_like(leaf)
+        return leaf.new_zeros((m,) if norms_only else (m, m), dtype=torch.float64), lambda _: torch.zeros_like(leaf)
     f, of_rows = one_use(parts), squared_norms if norms_only else inner_products
     factors = [part for part in parts if isinstance(part, Factors)]
     weighted = lambda weights: reduce(torch.add, [weighted_sum_of_factors(f, weights, leaf, m) for f in factors])
@@ -193,7 +192,7 @@ def _crossed(f: Factors, other: Factors) -> Tensor:
     positions, others = f.right.shape[1], other.right.shape[1]
     if positions == others == 1:
         return total
-    return total.unflatten(1, (-1, others)).sum(2).unflatten(0, (-1, positions)).sum(1)
+    return total.unflatten(1, (len(other.right), others)).sum(2).unflatten(0, (len(f.right), positions)).sum(1)
 
 
 def _products_of_positions(side: Tensor, other: Tensor) -> Tensor:

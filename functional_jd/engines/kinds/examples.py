@@ -70,14 +70,11 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     # Parameters that only a closure captures may require grad.
     rows, values, aux = found if plan.differentiable else detach_tree(found)
     del found
-    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    return tree_unflatten(structure, rows), values, aux
+    return tree_unflatten(structure, rows if plan.scale is None else unscaled_rows(rows, plan.scale)), values, aux
 
 
 def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
-    """The Gramian of all examples, layer by layer. No loss depends on another example: one backward pass from all of
-    them keeps the rows apart.
-    """
+    """The Gramian of all examples, layer by layer: one backward pass from all of them keeps the rows apart."""
     plan = plan._replace(examples=True)
     params, *batch = args
     leaves, structure = floating_leaves(params)

@@ -170,9 +170,7 @@ def _weighted_from_rows(found: FoundJacobian, plan: Plan) -> FoundWeighted:
 
 
 def products_and_pullback(rows: Tree, needed: str, groups: Any) -> tuple[Products, Callable[[Any], Direction]]:
-    """The inner products of rows, or their squared norms, by group if there are groups, and `combine` of the rows as
-    at least float32.
-    """
+    """The inner products of rows, or their squared norms, by group if there are any, and `combine` of the rows."""
     if groups is not None:
         found = {key: products_and_pullback(rows[key], own, None) for key, _, own in groups}
         return {key: products for key, (products, _) in found.items()}, lambda weights: {
@@ -183,8 +181,7 @@ def products_and_pullback(rows: Tree, needed: str, groups: Any) -> tuple[Product
         if not any_sharded(leaves):
             return products_of_rows(leaves, structure, needed)
         whole = tree_map(at_least_float32, rows)
-        products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
-        return products, partial(combined, whole)
+        return gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square(), partial(combined, whole)
 
 
 def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:

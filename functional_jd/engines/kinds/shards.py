@@ -82,9 +82,7 @@ def _weighted(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundWeig
 
 
 def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, Args, Plan, Any]:
-    """The losses as a function of shards, the arguments with shards in them, how to differentiate, and the notes
-    of gathered names.
-    """
+    """The losses and arguments in shards, how to differentiate, and the notes of gathered names."""
     if under_transform():
         raise ValueError(
             f"{here()}: a function of sharded parameters must be outside of transforms, found torch.func or "
@@ -122,5 +120,4 @@ def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> Carr
 
 def _sample(inner: Kind, losses: Sharded, args: Args) -> tuple[Any, Args]:
     gathers = losses.gathers(starting=True, reshard=losses.reshard)
-    opened = losses.of_shards(_form(inner, losses), [args[0]], gathers, has_aux=True)
-    return opened, (shards_of(args[0]), *args[1:])
+    return losses.of_shards(_form(inner, losses), [args[0]], gathers, has_aux=True), (shards_of(args[0]), *args[1:])
