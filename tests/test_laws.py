@@ -118,7 +118,7 @@ def rows_of(name):
 
 
 ALGORITHMS = ["constrained", "levenberg_marquardt", "moco", "natural_gradient", "relobralo"]
-ALGORITHMS += [name for name in TABLED if rule_of(name).on_host]  # others are formulas, which the law compiles
+ALGORITHMS += [name for name in TABLED if rule_of(name).on_host]  # others are formulas
 
 
 @pytest.mark.parametrize("name", TABLED)

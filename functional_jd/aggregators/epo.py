@@ -19,7 +19,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
 
     With shares `s = u L / sum(u L)`, their distance from uniform is `mu = sum_i s_i log(m s_i)`, and
     `a_i = u_i (log(m s_i) - mu)`. Weights lie in the simplex. While `mu > tolerance`, `max w'G a`, subject to
-    `(G w)_i >= 0` for the largest u_i L_i, and `(G w)_i >= (G a)_i` where it is not positive (`>= 0` if none is):
+    `(G w)_i >= 0` for the largest u_i L_i, and `(G w)_i >= (G a)_i` where it is not positive (if it never is, `>= 0`):
     other losses may grow while the proportions are put right. Afterwards `max sum_i (G w)_i`, subject to `G w >= 0` and
     `w'G a >= min(0, max_i (G a)_i)`: all losses fall and the proportions stay, or suffer as little as possible.
 

@@ -73,8 +73,7 @@ def volume(points: Tensor, reference: Tensor) -> Tensor:
         return (thickness * (reference[0] - others[..., 0].cummin(-1).values)).sum(-1)
     k = points.shape[-2]
     below = torch.ones(k, k, dtype=torch.bool, device=points.device).tril().unsqueeze(-1)
-    slices = torch.where(below, others.unsqueeze(-3), reference[:-1])
-    return (thickness * volume(slices, reference[:-1])).sum(-1)
+    return (thickness * volume(torch.where(below, others.unsqueeze(-3), reference[:-1]), reference[:-1])).sum(-1)
 
 
 def hypervolume_gradient(reference: Numbers) -> Population:

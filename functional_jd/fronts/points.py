@@ -28,8 +28,7 @@ def non_dominated(points: Tensor) -> Tensor:
     """
     check_matrix("points", points)
     left, right = points.unsqueeze(-2), points.unsqueeze(-3)
-    dominated = ((right <= left).all(-1) & (right < left).any(-1)).any(-1)
-    return ~dominated & points.isfinite().all(-1)
+    return ~((right <= left).all(-1) & (right < left).any(-1)).any(-1) & points.isfinite().all(-1)
 
 
 def knee(points: Tensor) -> Tensor:
@@ -97,8 +96,7 @@ def lattice(m: int, divisions: int) -> Tensor:
     places = list(combinations(range(divisions + m - 1), m - 1))
     bars = torch.tensor(places, dtype=torch.float64).reshape(count, m - 1)
     edges = torch.nn.functional.pad(bars, (1, 0), value=-1.0)
-    ends = torch.nn.functional.pad(bars, (0, 1), value=divisions + m - 1.0)
-    return (ends - edges - 1) / divisions
+    return (torch.nn.functional.pad(bars, (0, 1), value=divisions + m - 1.0) - edges - 1) / divisions
 
 
 def check_matrix(name: str, value: Any, cure: str = "Stack the losses of K points.") -> Tensor:

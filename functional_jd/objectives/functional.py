@@ -36,12 +36,9 @@ class Call(NamedTuple):
 
     def moved(self) -> dict[str, Tensor]:
         """The buffers that were returned with other values, as far as no transform hides them."""
-        found: dict[str, Tensor] = {}
-        for name, x in self.returned.items():
-            pair = x, self.buffers[name]
-            if not (any(map(is_wrapped, pair)) or torch.equal(*pair) or torch.equal(*map(torch.nan_to_num, pair))):
-                found[name] = x
-        return found
+        changed = lambda x, old: x.shape != old.shape or not torch.allclose(x, old, 0, 0, equal_nan=True)
+        pairs = {k: (x, self.buffers[k]) for k, x in self.returned.items()}
+        return {k: x for k, (x, old) in pairs.items() if not (is_wrapped(x) or is_wrapped(old)) and changed(x, old)}
 
 
 LOOKING: ContextVar[list[Call] | None] = ContextVar("LOOKING", default=None)
@@ -295,5 +292,5 @@ def put_back(parts: list[tuple[nn.Module, dict[str, Any]]]) -> None:
         for name, x in list(part.__dict__.items()):
             if name not in before:
                 delattr(part, name)
-            elif isinstance(x, Tensor | list | dict) and x is not before[name]:
+            elif isinstance(x, Tensor | tuple | list | dict) and x is not before[name]:
                 setattr(part, name, before[name])

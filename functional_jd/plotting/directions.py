@@ -97,8 +97,7 @@ def _coordinates(flat: Tensor) -> tuple[Tensor, str]:
             "Select some of the rows, or print all cosines: describe(diagnose(jacobian))."
         )
     Q, R = torch.linalg.qr(flat.mT)
-    signs = torch.where(R.diagonal() < 0, -1.0, 1.0)
-    return pad(Q * signs, (0, max(0, 2 - Q.shape[1]))), "span, axis"
+    return pad(Q * torch.where(R.diagonal() < 0, -1.0, 1.0), (0, max(0, 2 - Q.shape[1]))), "span, axis"
 
 
 def _cone_axes(ax: Ax | None, rows: Array) -> Ax:

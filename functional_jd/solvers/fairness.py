@@ -122,8 +122,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
 
 def _factor(C: Tensor, size: Tensor, rate: Tensor, power: Tensor) -> Tensor:
     """The lower Cholesky factor of C with rows and columns multiplied by a size, plus `power rate` on the diagonal."""
-    diagonal = torch.diag_embed(rate * power)
-    return torch.linalg.cholesky_ex(C * size.unsqueeze(-1) * size.unsqueeze(-2) + diagonal)[0]
+    return torch.linalg.cholesky_ex(C * size.unsqueeze(-1) * size.unsqueeze(-2) + torch.diag_embed(rate * power))[0]
 
 
 def _no_larger_than_one(v: Tensor, power: float | Tensor) -> Tensor:
@@ -148,8 +147,7 @@ def _relative_square(y: Tensor, gain: Tensor) -> Tensor:
 
 def _is_rounding(C: Tensor, y: Tensor, gain: Tensor, wanted: Tensor) -> Tensor:
     """Whether the gains are as wanted, up to the rounding of `C y`."""
-    rounding = 4 * torch.finfo(C.dtype).eps * matvec(C.abs(), y)
-    return ((gain - wanted).abs() <= rounding).all(-1, keepdim=True)
+    return ((gain - wanted).abs() <= (4 * torch.finfo(C.dtype).eps * matvec(C.abs(), y))).all(-1, keepdim=True)
 
 
 def _fake(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -39,10 +39,18 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
         if str(node.target) in ("aten.view.default", "aten._unsafe_view.default"):
             node.target = torch.ops.aten.reshape.default  # strides without values are not always the real ones
         value = node.meta.get("val")
+        if str(node.target) == "aten._local_scalar_dense.default" and _outside(node):
+            raise _needs_values("the value of a tensor that is not an argument, and may change")
         numbers = value.shape if isinstance(value, Tensor) else [value]
         if _SYMBOLS & {*map(type, numbers)} or (node in outputs and getattr(value, "is_meta", False)):
             raise _needs_values(str(node.target))
     return graph
+
+
+def _outside(node: fx.Node) -> bool:
+    """Whether a node is a tensor of a closure, or follows from one. Tensors made of numbers are lifted at once."""
+    lifted = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
+    return any(map(_outside, node.all_input_nodes)) or (node.op == "get_attr" and not lifted)
 
 
 def _forms(inputs: Sequence[Tensor]) -> dict[Any, Any]:
@@ -122,8 +130,7 @@ def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
     after = next((node for node in nodes if node.op != "placeholder"), None)
     found: dict[str, tuple[fx.Node, Tensor]] = {}
     for node in nodes:
-        made_here = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
-        if node.op != "get_attr" or made_here or not isinstance(getattr(graph, node.target, None), Tensor):
+        if node.op != "get_attr" or not _outside(node) or not isinstance(getattr(graph, node.target, None), Tensor):
             continue
         if node.target not in found:
             with graph.graph.inserting_before(after):

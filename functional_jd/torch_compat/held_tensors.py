@@ -48,9 +48,7 @@ def holder_of(module: nn.Module) -> Holder:
 
 
 def nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
-    """The nodes that these tensors come from, and those of the tensors that they are views of, which stay the same
-    when the views are changed in place.
-    """
+    """The nodes of these tensors, and of those that they are views of, which stay if views are changed in place."""
     with torch_function_disabled():
         return {x.grad_fn for x in (*tensors, *(x._base for x in tensors)) if x is not None and x.grad_fn is not None}
 

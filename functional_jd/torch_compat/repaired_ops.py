@@ -36,9 +36,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_fo
 
 
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    """`torch.select_scatter`. torch's own, of examples under vmap, takes the gradient of `src` from another place when
-    the examples are differentiated together.
-    """
+    """`torch.select_scatter`: torch takes the gradient of `src` from another place if examples go together."""
     if not -input.ndim <= dim < input.ndim or not -input.shape[dim] <= index < input.shape[dim]:
         return torch.select_scatter(input, src, dim, index)  # which says what is wrong
     at = index % input.shape[dim]

@@ -126,9 +126,6 @@ class Watch(TorchFunctionMode):
             return graph_attribute(func, *args)
         if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs)
-        by_frequency = self.examples and func is _F.embedding and True in (*args[5:6], kwargs.get("scale_grad_by_freq"))
-        if by_frequency and vmaps_inside(0):
-            raise RuntimeError("scale_grad_by_freq counts the indices of all examples together under torch.vmap.")
         if self.journal is not None:
             self.journal.note(func, args, kwargs, self.examples or not self.forms)
         if not self.forms and func in _SELECT_SCATTER and vmaps_inside(0) and any(map(is_wrapped, args[:2])):

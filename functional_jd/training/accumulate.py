@@ -71,8 +71,7 @@ def accumulate(
     Args:
         losses: as for `step`: plain, `multitask` or `per_example`. Each loss is a mean over its batch.
         parts: the parts of the batch, equally large: for each, the tuple of the arguments after parameters and buffers.
-        params: as for `train_state`, and so are `scale` and `buffers`. Each part receives the buffers that the part
-            before returned.
+        params: as for `train_state`, and so are `scale` and `buffers`. Each part gets the buffers of the part before.
         aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
         state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
         skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone: means are then over the

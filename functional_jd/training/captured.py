@@ -88,8 +88,7 @@ def write_donated(graph: fx.GraphModule, donated: int) -> None:
 def _crosses(node: fx.Node) -> bool:
     """Whether a node copies between the host and the device."""
     places = [x.meta["val"].is_cpu for x in (node, *node.all_input_nodes) if isinstance(x.meta.get("val"), Tensor)]
-    copies = "aten._to_copy.default", "aten.copy_.default", "aten.to.device"
-    return str(node.target) in copies and len({*places}) == 2
+    return str(node.target) in ("aten._to_copy.default", "aten.copy_.default", "aten.to.device") and len({*places}) == 2
 
 
 class Captured:
@@ -109,14 +108,16 @@ class Captured:
 
     def _captured(self, run: Callable[..., Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
         run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
-        memory = lambda x: x.untyped_storage().data_ptr()
-        graph, written = torch.cuda.CUDAGraph(), set(map(memory, self.static[: self.arguments]))
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        memory = lambda x: x.untyped_storage().data_ptr() if x.layout is torch.strided else None
+        graph, written, d = torch.cuda.CUDAGraph(), [*map(memory, self.static[: self.arguments])], self.donated
+        stream = torch.cuda.Stream(self.static[0].device)  # torch's own is one of the first device that it captured on
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             results = list(run(*self.static))
-            moved = [k for k in range(self.donated) if results[k] is not self.static[k]]
+            results[d:] = [x.clone() if memory(x) in written[:d] else x for x in results[d:]]
+            moved = [k for k in range(d) if results[k] is not self.static[k]]
             apart = [results[k].clone() if memory(results[k]) in written else results[k] for k in moved]
             copy_each([self.static[k] for k in moved], apart)
-            self.groups, self.bytes = joined_bytes(results, self.donated)
+            self.groups, self.bytes = joined_bytes(results, d)
         return graph, results
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -126,11 +127,17 @@ class Captured:
             if any(own.data_ptr() != given.data_ptr() for own, given in closures):
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
             moved = [k for k in range(self.arguments) if k >= len(self.newest) or tensors[k] is not self.newest[k]]
-            copy_each([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
+            given = [tensors[k].detach() for k in moved]
+            if self.newest and any(k < self.donated for k in moved):  # the newest may come in another order
+                given = clone_each(given)
+            copy_each([self.static[k] for k in moved], given)
+            taken = [x for x in (*tensors[: self.donated], *self.newest) if type(x) is not Donated]
+            torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])
+            for x in taken:  # whoever passed them, their memory is the next one
+                x.__class__ = Donated
+            self.newest = []
             self.graph.replay()
             fresh = self._fresh()
-            for taken in (*tensors[: self.donated], *self.newest):  # whoever passed them, their memory is the next one
-                taken.__class__ = Donated
             self.newest = [x.data for x in self.static[: self.donated]]  # `detach` takes twice as long
             return self.newest + fresh
 

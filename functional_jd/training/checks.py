@@ -156,7 +156,7 @@ def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]]) -> No
 def _check_reached(
     values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool
 ) -> tuple[list[str], list[set[int]]]:
-    """The losses without a gradient, and the leaves of each loss. Raise if one must not be constant, or if all are."""
+    """The losses without a gradient, and the leaves of each. Raise if one must not be constant, or none has a row."""
     names, points_of_rows = objective_names(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
     for x in given:

@@ -28,8 +28,7 @@ from functional_jd.training.captured import Captured
 def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
-    For each kind of arguments, `f` is called twice: with them, and with tensors without values, to write its operators
-    down as one graph.
+    For each kind of arguments, `f` is called twice, the second time to write its operators down as one graph.
 
     Args:
         f: a function of pytrees of tensors and of other values: `functools.partial(step, **method)`, `torch.vmap` of a
@@ -149,6 +148,8 @@ class Compiled:
             with register_module_forward_pre_hook(note):
                 of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
             after.callback(put_back, [(x, dict(x.__dict__)) for x in called.values()])
+            for own in [x._buffers for x in called.values()]:  # pyright: ignore[reportPrivateUsage]
+                after.callback(own.update, dict(own))
             graph = graphs.written(of_tensors, tensors)
         for node in [x for x in graphs.written_bases(graph) if x.op in ("placeholder", "get_attr")]:
             raise ValueError(

@@ -55,8 +55,7 @@ def fit(
 
     Guarantees:
         Two calls on halves of the batches are one call on all.
-        The exception that ends the loop has the state after the last step as its attribute `state`, also
-        `KeyboardInterrupt`.
+        The exception that ends the loop, also `KeyboardInterrupt`, has the state after the last step as `state`.
 
     Example:
         >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
@@ -66,8 +65,7 @@ def fit(
     check_flag("progress", progress)
     if on_step is not None:
         check_function("on_step", on_step, "Pass history.append for a list history.")
-    with_state = _takes_two(on_step)
-    pairs = _checked(step, state, batches, patience)
+    with_state, pairs = _takes_two(on_step), _checked(step, state, batches, patience)
     pairs = _with_bar(pairs, length_hint(batches)) if progress else pairs
     taken = 0
     try:
@@ -98,8 +96,7 @@ def steps(
         step: as for `fit`, and so are `state`, `batches` and `patience`; it raises what `fit` raises.
 
     Returns:
-        An iterator of `(state, info)`. Every step starts from the state that the last one returned, whatever the loop
-        assigns to its own variable.
+        An iterator of `(state, info)`. Every step starts from the state that the last one returned.
     """
     return _checked(step, state, batches, patience)
 

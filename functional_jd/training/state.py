@@ -62,8 +62,7 @@ class TrainState(NamedTuple):
 
     Attributes:
         params: the parameters; averages of a `DTensor` are sharded like it.
-        buffers: what the losses carry from step to step, such as the statistics of BatchNorm or a key; `()` for losses
-            without buffers.
+        buffers: what the losses carry from step to step, such as the statistics of BatchNorm or a key; `()` for none.
         optimizer: what the optimizer remembers.
         aggregator: what the rule remembers.
         scale: the loss scale, one for all or one per objective.

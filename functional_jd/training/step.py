@@ -140,5 +140,4 @@ def _losses_at(plan: Plan, engine: Engine) -> Callable[[Params], Losses]:
             f"step: the optimizer must not compare losses (line_search), since {found or 'parameters are sharded'}. "
             "Pass the optimizer inside it."
         )
-    evaluate = watched(plan.losses)
-    return lambda params: evaluate(params, *map(own_containers, plan.args[1:]))[0]
+    return lambda params: watched(plan.losses)(params, *map(own_containers, plan.args[1:]))[0]

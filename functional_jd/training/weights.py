@@ -28,7 +28,7 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.autograd_graph import to_dense
-from functional_jd.torch_compat.torch_internals import has_values, under_transform
+from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of
 from functional_jd.training.driver import observe, prepare, remembered, weighed
 from functional_jd.training.state import warn
@@ -124,7 +124,7 @@ def weights_and_memory(plan: Plan, seen: Observation, state: Tree, replicate: An
     taken = all_finite((weights, leaves)) & (True if seen.finite is None else seen.finite.all())
     if tree_leaves(memory) and state is not None:
         memory = select(taken, memory, state)
-    elif tree_leaves(memory) and not under_transform() and has_values(taken) and not taken:
+    elif tree_leaves(memory) and not under_transform() and is_concrete(taken) and not taken:
         memory = None
     return nan_unless(taken, weights), memory  # a loss may be NaN where its gradient is finite
 

@@ -204,10 +204,3 @@ def test_a_loss_that_freezes_a_parameter_freezes_it_for_its_own_example_alone():
     plain = lambda p: (x[:, 2:] @ p["critic"]).square().sum() + (x @ p["actor"] @ p["critic"].detach()).sum()
     direction, _ = weighted_fn(per_example(loss))(params, x)[1](torch.ones(2))
     check_same(direction, torch.func.grad(plain)(params))
-
-
-@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
-def test_frequencies_are_those_of_an_example():
-    ids, weights = torch.tensor([[0, 0], [0, 1], [0, 2]]), torch.tensor([1.0, 2.0, 3.0])
-    losses = per_example(lambda p, i: torch.nn.functional.embedding(i, p, scale_grad_by_freq=True).sum())
-    assert weighted_fn(losses)(torch.ones(3, 1), ids)[1](weights)[0].flatten().tolist() == [6, 2, 3]

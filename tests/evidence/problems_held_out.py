@@ -3,18 +3,7 @@
 import torch
 from held_out_data import classes, molecules, numbers, one_hot, signals, table
 from problems_development import digits, gap, unfair, unfair_constant
-from study_problem import (
-    Data,
-    Params,
-    Problem,
-    apply,
-    generator_of,
-    judged,
-    mixed,
-    network,
-    splits,
-    standardized,
-)
+from study_problem import Data, Params, Problem, apply, generator_of, judged, mixed, network, splits, standardized
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 

@@ -142,11 +142,7 @@ def at_equal_budget(cells: Cells) -> str:
         row = [name, str(round(spent(found["nash_mtl"])[0])), str(trials)]
         for search, taken, shown in (
             (scores(searched, trials=trials), passes_taken(searched, trials), [f"{nash.mean():.3f}"]),
-            (
-                scores(stats.joined(first, searched, trials)),
-                passes_taken(first) + passes_taken(searched, rest),
-                [],
-            ),
+            (scores(stats.joined(first, searched, trials)), passes_taken(first) + passes_taken(searched, rest), []),
         ):
             by_steps = f"{taken / passes_taken(found['nash_mtl']):.1f}"
             apart = points(difference(nash, search, PROBLEMS[name].shared))

@@ -394,7 +394,7 @@ def operators(f, *args):
 
 
 @pytest.mark.parametrize(
-    ("rate", "moving"), [(0.1, None), (torch.tensor(0.1), False), (lambda steps: 0.1 / (1 + steps), True)]
+    ("rate", "moving"), [(0.1, None), (torch.tensor(0.1), True), (lambda steps: 0.1 / (1 + steps), False)]
 )
 def test_a_graph_holds_adamw_as_one_operator(rate, moving):
     optimizer, params = adamw(lr=rate), tree(0) | {"half": torch.ones(2, dtype=torch.bfloat16), "more": many(0)}

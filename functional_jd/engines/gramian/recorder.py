@@ -112,7 +112,7 @@ class LayerRecorder(RecomputedMode):
         if func is F.scaled_dot_product_attention and self.m and transform_level() == self.level:
             return _attention_of_examples(self.level[0], *args, **kwargs)
         self.note_checkpoints(innermost=True)
-        self.refuse(func, args[0] if args else None, args, kwargs)
+        self.refuse(func, args[0] if args else kwargs.get("input"), args, kwargs)
         output = call(*args, **kwargs)
         if func in _TRANSPOSES:
             self.follow(func, args, kwargs, output)
@@ -141,9 +141,11 @@ class LayerRecorder(RecomputedMode):
             # Below vmap it stays as it is, and the gradient arrives.
             raise UnrecordedDerivativeError("the losses set requires_grad of a parameter, which vmap hides")
         if func in _UNPADDED and self.m:
+            # Within a transform of the losses' own it is another level that hides them.
+            hidden = partial(is_batched, level=self.level[0]) if torch.compiler.is_compiling() else is_wrapped
             padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", _UNPADDED[func])
             given = tensors_of((*args, *kwargs.values()))
-            if padding != _UNPADDED[func] and any(w.is_floating_point() and is_wrapped(w) for w in given):
+            if padding != _UNPADDED[func] and any(w.is_floating_point() and hidden(w) for w in given):
                 raise UnrecordedDerivativeError("torch.vmap forgets the padding_idx of all examples but the first")
         strided = func in _STRIDED and self.m and is_batched(x, self.level[0])
         if strided and not examples_first(x, self.level[0]).stride(0):
