@@ -76,9 +76,10 @@ def alternating(
             refuse("params", "whole", params, "Take another rule for a DTensor.", ValueError)
         if {name.split(".")[0] for name in tree_names(params)} == {"shared", "heads"}:
             refuse("params", "those of the trunk of multitask losses", params, "Take by_label.", ValueError)
-        zeros = tree_map(lambda p: torch.zeros_like(at_least_float32(p)), params)
-        averages = tree_map(lambda x: torch.stack([x] * m), zeros)
-        return AlternatingState(base.no_steps(params), averages, zeros, zeros, start(rule, averages))
+        # Each field is a tensor of its own, as make_fx tells them apart by identity.
+        first, second = (tree_map(lambda p: torch.zeros_like(at_least_float32(p)), params) for _ in range(2))
+        averages = tree_map(lambda x: torch.stack([x] * m), first)
+        return AlternatingState(base.no_steps(params), averages, first, second, start(rule, averages))
 
     optimizer = base.Optimizer(init, partial(_update, rule, (m, lr, b1, b2, eps)))
     return Aggregator(no_gradients, base.no_steps, weigh), optimizer

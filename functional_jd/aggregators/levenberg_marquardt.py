@@ -46,8 +46,8 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     damping = number("damping", damping, POSITIVE, "The default is 1e-3.")
 
     def init(view: tuple[Gramian, Tensor]) -> LevenbergMarquardtState:
-        zero = view[1].new_zeros(())
-        return LevenbergMarquardtState(zero + damping, zero + 2, zero, zero)
+        zero = view[1].new_zeros(())  # each field is a tensor of its own, as make_fx tells them apart by identity
+        return LevenbergMarquardtState(zero + damping, zero + 2, zero, zero.clone())
 
     def update(view: tuple[Gramian, Tensor], state: LevenbergMarquardtState) -> tuple[Weights, LevenbergMarquardtState]:
         G, r = view

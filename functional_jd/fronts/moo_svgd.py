@@ -70,4 +70,4 @@ def _usual_bandwidth(squares: Tensor, both: Tensor, m: int) -> Tensor:
         return squares.new_zeros(())
     rows, columns = torch.triu_indices(k, k, 1, device=squares.device)
     pairs = torch.where(both, squares, torch.nan)[rows, columns]
-    return pairs.nanmedian().nan_to_num(0.0) / k ** (2 / max(m - 1, 1))
+    return pairs.nanmedian().nan_to_num(0.0) / both.diagonal().sum().clamp(min=1).to(pairs) ** (2 / max(m - 1, 1))

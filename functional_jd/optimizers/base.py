@@ -116,8 +116,8 @@ def current_rate(lr: LearningRate, steps: Tensor) -> Any:
 
 
 def in_dtype_of(factor: Any, leaf: Tensor) -> Any:
-    """A factor that does not promote the leaf, not even a leaf `[]`."""
-    return factor.to(leaf.device, leaf.dtype) if isinstance(factor, Tensor) else factor
+    """A factor that does not promote the leaf, not even a leaf `[]`. It goes to a device without a wait."""
+    return factor.to(leaf.device, leaf.dtype, not leaf.is_cpu) if isinstance(factor, Tensor) else factor
 
 
 def in_dtypes_of(direction: Direction, params: Params) -> Direction:

@@ -79,6 +79,7 @@ WITHOUT_WAITING = {name: lambda rule=rule: {"aggregator": rule()} for name, rule
     cls.__name__: lambda cls=cls: {"optimizer": jd.from_torch(cls, lr=0.01)}
     for cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam)
 }
+WITHOUT_WAITING |= {"a rate on the host": lambda: {"optimizer": jd.sgd(torch.tensor(0.01))}}
 ON_THE_HOST = {
     "upgrad": jd.upgrad,
     "config": jd.config,

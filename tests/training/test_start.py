@@ -187,7 +187,8 @@ def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):
         for engine in ("auto", another):
             x = torch.randn(m, 3, generator=teacher.unseen)
             try:
-                begin(losses, params, x, engine=engine, aggregator=rule_of(name))
+                leaves = tree_leaves(begin(losses, params, x, engine=engine, aggregator=rule_of(name)))
+                assert len({id(x) for x in leaves}) == len(leaves)  # a graph of make_fx tells them apart so
                 started.add(name)
             except ValueError as error:
                 if "serves rules that need" not in str(error) and "compares" not in str(error):
