@@ -13,7 +13,7 @@ from functional_jd.torch_compat.graphs import base_of, written_bases
 
 _WAITS = (  # operators of aten that wait for the device, which a CUDA graph cannot hold
     *("_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq", "cholesky_solve", "nonzero", "masked_select"),
-    *("_local_scalar_dense", "is_nonzero", "equal"),
+    *("_local_scalar_dense", "_linalg_check_errors", "is_nonzero", "equal"),
 )
 _SMALL = 1 << 10  # elements of results that are copied together
 
