@@ -17,26 +17,26 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
 CODE_LINES = 13_696  # goal 12,500
-LINES = 23_206  # goal 22,000
+LINES = 23_184  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
-    ("core",): 1_483,  # goal 1,300
+    ("core",): 1_481,  # goal 1,300
     ("torch_compat",): 1_425,  # goal 1,200
-    ("random",): 796,
-    ("solvers",): 1_379,
-    ("precision",): 1_101,
-    ("objectives",): 995,
-    ("aggregation", "aggregators"): 4_397,
-    ("optimizers",): 1_167,
-    ("engines",): 3_691,
+    ("random",): 795,
+    ("solvers",): 1_376,
+    ("precision",): 1_100,
+    ("objectives",): 992,
+    ("aggregation", "aggregators"): 4_395,
+    ("optimizers",): 1_166,
+    ("engines",): 3_689,
     ("training",): 2_546,  # goal 2,000
     ("distributed",): 446,
-    ("diagnostics", "fronts"): 1_286,  # goal 1,200
+    ("diagnostics", "fronts"): 1_281,  # goal 1,200
     ("testing",): 1_279,
-    ("plotting", "__main__.py"): 1_026,
+    ("plotting", "__main__.py"): 1_024,
 }
 """Lines of a room, at most. A room that needs more gives up something."""
 
