@@ -117,10 +117,6 @@ def rows_of(name):
     return torch.cat([J, J[:1] - 0.5]) if name == "krum" else J
 
 
-ALGORITHMS = ["constrained", "levenberg_marquardt", "moco", "natural_gradient", "relobralo"]
-ALGORITHMS += [name for name in TABLED if rule_of(name).on_host]  # others are formulas
-
-
 @pytest.mark.parametrize("name", TABLED)
 def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
     """By the rows, also through the losses, and by all hyper-parameters."""
@@ -138,10 +134,9 @@ def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
     cases, gradient = (torch.stack([rows, 2 * rows.flip(0)]), sweep), torch.func.grad(size, (0, 1))
     expected = tuple(map(torch.stack, zip(*(gradient(*case) for case in zip(*cases, strict=True)), strict=True)))
     torch.testing.assert_close(torch.vmap(gradient)(*cases), expected)
-    if name in ALGORITHMS:
-        torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-        in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(in_one_graph(*cases), expected)
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(in_one_graph(*cases), expected)
 
 
 @pytest.mark.parametrize("name", TABLED)

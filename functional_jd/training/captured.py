@@ -128,9 +128,8 @@ class Captured:
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
             moved = [k for k in range(self.arguments) if k >= len(self.newest) or tensors[k] is not self.newest[k]]
             given = [tensors[k].detach() for k in moved]
-            if self.newest and any(k < self.donated for k in moved):  # the newest may come in another order
-                given = clone_each(given)
-            copy_each([self.static[k] for k in moved], given)
+            again = self.newest and any(k < self.donated for k in moved)  # the newest may come in another order
+            copy_each([self.static[k] for k in moved], clone_each(given) if again else given)
             taken = [x for x in (*tensors[: self.donated], *self.newest) if type(x) is not Donated]
             torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])
             for x in taken:  # whoever passed them, their memory is the next one

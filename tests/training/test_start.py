@@ -3,7 +3,6 @@
 import contextlib
 import random
 import warnings
-from itertools import cycle
 
 import numpy as np
 import pytest
@@ -181,10 +180,10 @@ def snapshot(teacher):
 def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):
     teacher, started = Teacher(torch.Generator().manual_seed(1)), set()
     before = snapshot(teacher)
-    for name, another in zip(RULES, cycle(["jacobian", "gramian", "weighted"]), strict=False):
+    for name in RULES:
         m = rows_of(name)
         losses, params = kind(teacher, m)
-        for engine in ("auto", another):
+        for engine in ("auto", "jacobian", "gramian", "weighted"):
             x = torch.randn(m, 3, generator=teacher.unseen)
             try:
                 leaves = tree_leaves(begin(losses, params, x, engine=engine, aggregator=rule_of(name)))

@@ -103,7 +103,7 @@ class LayerRecorder(RecomputedMode):
         if (layer := LAYERS.get(func)) is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = self.uses_of(layer, given, len(args))
-            if uses or func is not F.embedding:
+            if uses or func is not F.embedding:  # lookups in copies of a parameter are refused below
                 return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
         form = transparent(func, kwargs)
         if form is not None and any(map(self.known_as, tensors_of((*args, *kwargs.values())))):
