@@ -196,18 +196,12 @@ def _faces(rows: Array, radius: float) -> list[Array]:
 
 
 def _sector(normals: Array, radius: float) -> Array:
-    """Return the corners `[k, 2]` of a disc clipped to the half-planes with these normals (Sutherland-Hodgman)."""
-    angles = np.linspace(0, 2 * np.pi, 180, endpoint=False)
-    corners = radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    for normal in normals:
-        distances = corners @ normal
-        distances[np.abs(distances) <= 1e-12 * np.abs(normal).max() * radius] = 0
-        clipped: list[Array] = []
-        for k in range(len(corners)):
-            current, previous = distances[k], distances[k - 1]
-            if current * previous < 0:
-                clipped.append(corners[k - 1] + (corners[k] - corners[k - 1]) * previous / (previous - current))
-            if current >= 0:
-                clipped.append(corners[k])
-        corners = np.array(clipped).reshape(-1, 2)
-    return corners
+    """Return the corners `[k, 2]` of the part of a disc that lies in all half-planes with these normals."""
+    bounds = np.arctan2(*normals.T[::-1]) + np.array([[np.pi / 2], [-np.pi / 2]])
+    angles = np.sort(np.concatenate([np.linspace(0, 2 * np.pi, 180, endpoint=False), bounds.ravel() % (2 * np.pi)]))
+    rays = radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    inside = (rays @ normals.T >= -1e-12 * radius * np.abs(normals).max(1)).all(1)
+    if inside.all():
+        return rays
+    first = np.flatnonzero(~inside)[0]  # what is inside follows one after the other
+    return np.concatenate([np.zeros((1, 2)), np.roll(rays, -first, axis=0)[np.roll(inside, -first)]])

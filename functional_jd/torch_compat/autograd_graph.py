@@ -87,10 +87,9 @@ def gradients(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached.
-
-    Its questions about each tensor are left out, unless a subclass of tensors intercepts the call. A mode that did so,
-    such as that of `torch.set_default_device`, would hide what runs again from `OwnParameters`.
+    """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached. Its questions
+    about each tensor are left out, unless a subclass of tensors intercepts the call. A mode that did so, as that of
+    `torch.set_default_device`, would hide what runs again from `OwnParameters`.
     """
     how = retain_graph, create_graph
     if not (_run_backward and _PLAIN.issuperset(map(type, (*outputs, *inputs)))):
@@ -111,7 +110,6 @@ def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 class OwnParameters(TorchFunctionMode):
     """Raises if a backward pass runs something with a parameter that the forward pass did not use.
-
     `torch.func.functional_call` puts a module's own parameters back when it returns. A checkpoint inside the module, or
     a custom function that calls it, then differentiates at those.
     """

@@ -18,12 +18,8 @@ _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miop
 
 
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Return the operators that a function of tensors calls, as a graph.
-
-    It is called once, with tensors that have shapes and no values. The inputs are as before.
-
-    Raises:
-        RuntimeError: the function needs values.
+    """The operators that a function calls, as a graph: called once, with tensors that have shapes and no values.
+    RuntimeError if it needs values.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # loads much: only when it is called for
 
@@ -123,8 +119,7 @@ def _is_view(target: Any) -> bool:
 
 def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
     """Let a graph take the tensors of closures as further inputs, and return them: a compiler would keep their values.
-
-    Tensors that the function made of numbers stay in the graph.
+    Tensors that the function made of numbers stay.
     """
     nodes = list(graph.graph.nodes)
     after = next((node for node in nodes if node.op != "placeholder"), None)

@@ -18,8 +18,8 @@ _engine: Any = private("autograd.Variable._execution_engine", "backward passes o
 
 
 class Holder:
-    """The shared part of all functions of one module: a lock that its thread may take again, while the module holds
-    other tensors than its own. Threads of autograd take it for the thread that waits for them.
+    """The shared part of all functions of one module: a lock that its thread may take again. Threads of autograd take
+    it for the thread that waits for them.
     """
 
     def __init__(self) -> None:

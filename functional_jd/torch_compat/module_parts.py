@@ -46,14 +46,17 @@ class ModuleParts:
         }
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
         self.attributes = [vars(part) for part in ordinary]
+        are_torchs = [type(part).__module__.startswith("torch.nn.modules.") for part in ordinary]
+        pairs = zip(are_torchs, self.attributes, strict=True)  # layers of torch get tensors by new attributes alone
+        self.known = [len(x) if is_torchs and not _tensors_in(_own_values(x)) else 0 for is_torchs, x in pairs]
         self.contents = [(part, _contents(part)) for part in ordinary]
         self.buffers = [
             (part, home := part._buffers, set(home), {name for name, x in home.items() if x is not None})  # pyright: ignore[reportPrivateUsage]
             for part in ordinary
         ]
         functions = [x.__module__ for part in parts.values() for x in vars(part).values() if callable(x)]
-        layers = all(type(part).__module__.startswith("torch.nn.modules.") for part in parts.values())
-        self.are_torchs = layers and all(str(name).startswith("torch.") for name in functions)
+        own = all(str(name).startswith("torch.") for name in functions)
+        self.are_torchs = own and all(are_torchs) and len(ordinary) == len(parts)
 
     def check(self) -> None:
         """Raise if a part has other parameters or children than when it was read, or a new buffer that it saves. Other
@@ -92,10 +95,13 @@ class ModuleParts:
 
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
-        values: list[Any] = []
-        for attributes in self.attributes:  # what every module has holds no tensors of the forward pass
-            values += map(attributes.__getitem__, attributes.keys() - _STANDARD)
-        return _tensors_in(values)
+        changed = (x for x, known in zip(self.attributes, self.known, strict=True) if len(x) != known)
+        return _tensors_in(value for x in changed for value in _own_values(x))
+
+
+def _own_values(attributes: dict[str, Any]) -> Iterable[Any]:
+    """The values without those that every module has, which hold no tensors of the forward pass."""
+    return map(attributes.__getitem__, attributes.keys() - _STANDARD)
 
 
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:

@@ -43,16 +43,12 @@ class UsedParameters(TorchFunctionMode):
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """A context without compiled code, in which a mode sees nothing. Before something is compiled it is empty: the
-    import of the compiler takes as long as that of torch.
-    """
+    """A context without compiled code, in which a mode sees nothing; empty before the slow import of the compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class UnchangedParameters(TorchFunctionMode):
-    """A mode, for what torch.compile traces, that raises where an op changes one of these parameters in place. Eager
-    mode tells by the versions of tensors.
-    """
+    """A mode, for torch.compile, that raises where an op changes one of these parameters in place."""
 
     def __init__(self, params: dict[str, Tensor]):
         super().__init__()

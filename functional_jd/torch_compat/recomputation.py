@@ -18,7 +18,6 @@ _REENTRANT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
 
 class RecomputedMode(TorchFunctionMode):
     """A mode whose ops `torch.utils.checkpoint(..., use_reentrant=False)` runs again under the same mode.
-
     The handler of a subclass calls `note_checkpoints` first. torch.compile, which traces checkpoints with the modes
     around them, needs none of this.
     """
@@ -31,7 +30,6 @@ class RecomputedMode(TorchFunctionMode):
     def note_checkpoints(self, *, innermost: bool = False) -> None:
         """Make the checkpoint around this op, if it began inside this mode, run again under a mode of this class.
         It goes around those that were noted before, since inner modes receive an op first; or inside, if `innermost`.
-
         A checkpoint inside another one calls `torch.empty` before it begins, so that no checkpoint is missed.
         """
         hook = _checkpoint_hook()

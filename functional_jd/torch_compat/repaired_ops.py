@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.recomputation import RecomputedMode
-from functional_jd.torch_compat.torch_internals import function_name, traceable, under_transform
+from functional_jd.torch_compat.torch_internals import function_name, is_wrapped, traceable, under_transform
 
 _FEW_POINTS = 25
 """Up to so many points torch takes no matrix products by itself."""
@@ -58,8 +58,29 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return nn.functional.one_hot(tensor, num_classes)
 
 
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *how: Any, **named: Any) -> Tensor:
+    """The one of `torch.nn.functional`. Outside of vmap, torch's derivatives take `padding_idx` for the first example
+    alone, and count the frequencies of all examples.
+    """
+    by_frequency = named.pop("scale_grad_by_freq", how[2] if len(how) > 2 else False)  # after max_norm and norm_type
+    found = nn.functional.embedding(input, weight, padding_idx, *how[:2], **named)
+    if by_frequency:
+        shares = found / (input.flatten() == input.unsqueeze(-1)).sum(-1, keepdim=True)
+        found = found.detach() + (shares - shares.detach())
+    if padding_idx is None or not (torch.compiler.is_compiling() or is_wrapped(weight)):
+        return found
+    return torch.where((input == padding_idx % weight.shape[0]).unsqueeze(-1), found.detach(), found)
+
+
+def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *how: Any, **named: Any) -> Tensor:
+    """`torch.embedding`, with its order of arguments."""
+    return embedding(indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *how, **named)
+
+
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
+    nn.functional.embedding: embedding,
+    torch.embedding: _embedding,
     **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), select_scatter),
     nn.functional.one_hot: one_hot,
 }
@@ -87,7 +108,6 @@ def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
 
 class SeparateNormAffine(RecomputedMode):
     """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
-
     If rows are differentiated together, torch treats the mean, deviation or norm that such a layer saved as
     constants: derivatives of the rows would be wrong (functorch#534).
     """

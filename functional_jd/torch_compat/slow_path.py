@@ -19,7 +19,6 @@ Result = TypeVar("Result")
 
 def attempt(fast: Callable[[], Result], slow: Callable[[], Result], *, instead: str, journal: Any = None) -> Result:
     """`fast()`; where that raises, `slow()`, with a `SlowPathWarning` that says why and at what price.
-
     `instead` names the work and the cost of `slow`. With the `StateJournal` of the changes by `fast`, buffers are put
     back and random numbers are drawn again, so that both are those of one evaluation. Errors of the losses themselves
     come from `slow`; those of missing memory from `fast` too, as the slow way takes no less.
@@ -56,9 +55,7 @@ def refuse_export() -> None:
 
 
 def random_state() -> list[Tensor]:
-    """The state of torch's default generators: of the CPU, and of all devices of the accelerator if there is one. While
-    a graph of launches is captured only that of the CPU, as nothing may be read from a device.
-    """
+    """The state of torch's default generators: of the CPU, and of all devices unless launches are captured."""
     states = [torch.get_rng_state()]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     module = None if accelerator is None else torch.get_device_module(accelerator)

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-SUPPORTED = "torch>=2.11"
-"""What `pyproject.toml` asks for."""
+SUPPORTED = "torch>=2.11"  # as in pyproject.toml
 
 
 class Missing:
@@ -34,9 +33,8 @@ class Missing:
 
 
 def private(name: str, feature: str, otherwise: Any = None) -> Any:
-    """An object of torch by its dotted name, itself: bound once, it costs no call more. `feature` needs it.
-
-    If torch has no such name: `otherwise`, or a `Missing`.
+    """An object of torch by its dotted name, itself: bound once, it costs no call more. `feature` needs it. If torch
+    has no such name: `otherwise`, or a `Missing`.
     """
     try:
         return resolve_name(f"torch.{name}")
@@ -148,7 +146,7 @@ def examples_first(x: Tensor, level: int) -> Tensor:
 
 def graph_attribute(func: Any, x: Tensor) -> Any:
     """The result of a getter of `GRAPH_ATTRIBUTES` below the innermost `torch.vmap`, which says that nothing requires
-    grad: code that asks would leave out its hooks without a word. An error where no answer serves all elements.
+    grad. An error where no answer serves all elements.
     """
     inner, dim = _unwrap_batched(x, functorch_depth()) if under_functorch() else (x, None)
     value = func(inner)
@@ -187,24 +185,20 @@ def function_name(func: Any) -> str:
 
 
 def traceable(func: Any) -> Any:
-    """The form of a function in which torch.compile traces it inside the handler of a mode: before torch 2.14 it cannot
-    trace a method of `torch.Tensor` that calls `super()`, and this is the only one that stands for an op.
+    """The form of a function that torch.compile traces inside a mode: before torch 2.14 none of the methods that call
+    `super()`, and this is the only one that stands for an op.
     """
     return torch.unflatten if func is Tensor.unflatten else func
 
 
 def show_to_compiled_modes(functions: Iterable[Any]) -> None:
-    """Let torch.compile hand these functions to a `TorchFunctionMode`, as eager mode does: it leaves out some that are
-    no attributes of tensors, `torch.rand_like` and `torch.normal` among them, without a word.
-    """
+    """Let torch.compile hand these functions to a `TorchFunctionMode`: it leaves out `torch.rand_like` and others."""
     # Not before something is compiled: the import is slow.
     private("_dynamo.variables.torch.get_overridable_functions", "keyed in compiled functions")().update(functions)
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that is not passed to a mode as one op, so that the mode receives the ops
-    inside it. No public way exists: `has_torch_function` is true wherever a mode is active.
-    """
+    """A function of `torch.nn.functional` whose ops a mode receives one by one, for which torch has no public way."""
     ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}
     if ignored.keys().isdisjoint(getattr(getattr(f, "__code__", None), "co_names", ())):
         return Missing(f"overrides.has_torch_function in nn.functional.{f.__name__}", "what is drawn or recorded in it")

@@ -38,8 +38,7 @@ def targets_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 _F = nn.functional
 _AVERAGES = "running_mean running_var"
-# Ops whose last argument here chooses whether they change what they receive: the first arguments, the default of the
-# last, and what they change. Embeddings shorten rows of their weight.
+# Ops whose last argument chooses whether they change others: the first arguments, its default, and what they change.
 _CHOOSING: dict[Any, tuple[str, Any, str]] = {
     **dict.fromkeys(BATCH_NORMS, (f"input weight bias {_AVERAGES} training", False, _AVERAGES)),
     _F.batch_norm: (f"input {_AVERAGES} weight bias training", False, _AVERAGES),
@@ -63,7 +62,6 @@ _IN_PLACE = {
 @dataclass(eq=False)
 class StateJournal:
     """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
-
     `Watch(journal)` receives the ops and hands them to `note`. `averages` are the statistics that normalization moves.
     """
 
@@ -104,7 +102,6 @@ class StateJournal:
 
 class Watch(TorchFunctionMode):
     """A mode that sees every op, for what cannot be known without. The journal notes what is changed in place.
-
     With `examples`, it watches the loss of one example. The innermost `torch.vmap`, if there is one, then stands for a
     loop over examples, and batch normalization of a batch of one raises.
     """

@@ -182,3 +182,28 @@ def test_one_hot_of_examples_takes_no_slow_road():
     counted = fj.per_example(lambda params, x, y: -(nn.functional.one_hot(y).sum() * log_softmax(params, x)).sum(-1))
     with pytest.warns(fj.SlowPathWarning, match="test_repaired_ops.py"):
         fj.jacobian_fn(counted)(params, x, y)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("padding", "by_frequency"), [(2, False), (-2, True), (None, True)])
+def test_examples_look_up_rows_with_padding_and_frequencies_of_their_own(shared, padding, by_frequency):
+    """A table of each example, or one of all: the indices and the padding are those of the example."""
+    params, scales, indices = {"w": draw(4, 3)}, draw(M, seed=1), torch.tensor([2, 0, 2, 1, 2, 3]).expand(M, -1)
+    weights = draw(6, 3, seed=2)
+
+    def loss(params, c, i):
+        table = params["w"] if shared else c * params["w"]
+        found = nn.functional.embedding(i, table, padding, scale_grad_by_freq=by_frequency)
+        return (found * weights).sum() + c * torch.embedding(table, i, 2, by_frequency).sum()
+
+    rows = torch.stack(
+        [torch.func.grad(loss)(params, c, i)["w"].flatten() for c, i in zip(scales, indices, strict=True)]
+    )
+    losses, bound = fj.per_example(loss), ROUNDINGS * EPS * (1 + scales.abs().max()) * (weights.abs().sum() + 6)
+    for engine in (fj.gramian_fn, fj.weighted_fn, torch.compile(fj.weighted_fn, backend="aot_eager")):
+        pulled = engine(losses)(params, scales, indices)[-1](torch.ones(M))[0]["w"]
+        assert ((pulled.flatten() - rows.sum(0)).abs() <= M * bound).all()
+    assert ((fj.jacobian_fn(losses)(params, scales, indices)[0]["w"].flatten(1) - rows).abs() <= bound).all()
+    wrong = fj.per_example(lambda w, c, i: nn.functional.embedding(i, c * w, 9).sum())
+    with pytest.raises(AssertionError, match="Padding_idx must be within"):
+        fj.jacobian_fn(wrong)(params["w"], scales, indices)

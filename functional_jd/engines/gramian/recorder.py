@@ -25,7 +25,6 @@ from functional_jd.torch_compat.torch_internals import (
     add_batch_dim,
     examples_first,
     is_batched,
-    is_wrapped,
     traceable,
     transform_level,
     transparent,
@@ -103,8 +102,7 @@ class LayerRecorder(RecomputedMode):
         if (layer := LAYERS.get(func)) is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = self.uses_of(layer, given, len(args))
-            if uses or func is not F.embedding:  # lookups in copies of a parameter are refused below
-                return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
+            return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
         form = transparent(func, kwargs)
         if form is not None and any(map(self.known_as, tensors_of((*args, *kwargs.values())))):
             with self:
@@ -112,7 +110,7 @@ class LayerRecorder(RecomputedMode):
         if func is F.scaled_dot_product_attention and self.m and transform_level() == self.level:
             return _attention_of_examples(self.level[0], *args, **kwargs)
         self.note_checkpoints(innermost=True)
-        self.refuse(func, args[0] if args else kwargs.get("input"), args, kwargs)
+        self.refuse(func, args[0] if args else kwargs.get("input"))
         output = call(*args, **kwargs)
         if func in _TRANSPOSES:
             self.follow(func, args, kwargs, output)
@@ -131,7 +129,7 @@ class LayerRecorder(RecomputedMode):
         found = self.by_id.get(id(x)) if self.by_id else next((known for known in self.known if known.seen is x), None)
         return found if found is not None and (self.m or x.requires_grad) else None
 
-    def refuse(self, func: Any, x: Any, args: Any, kwargs: Any) -> None:
+    def refuse(self, func: Any, x: Any) -> None:
         """Raise where a gradient would be wrong, or would miss the layers that received a constant."""
         if func in _BACKWARD:
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
@@ -140,13 +138,6 @@ class LayerRecorder(RecomputedMode):
         if func == _SET_REQUIRES_GRAD and self.m and self.known_as(x):
             # Below vmap it stays as it is, and the gradient arrives.
             raise UnrecordedDerivativeError("the losses set requires_grad of a parameter, which vmap hides")
-        if func in _UNPADDED and self.m:
-            # Within a transform of the losses' own it is another level that hides them.
-            hidden = partial(is_batched, level=self.level[0]) if torch.compiler.is_compiling() else is_wrapped
-            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", _UNPADDED[func])
-            given = tensors_of((*args, *kwargs.values()))
-            if padding != _UNPADDED[func] and any(w.is_floating_point() and hidden(w) for w in given):
-                raise UnrecordedDerivativeError("torch.vmap forgets the padding_idx of all examples but the first")
         strided = func in _STRIDED and self.m and is_batched(x, self.level[0])
         if strided and not examples_first(x, self.level[0]).stride(0):
             raise UnrecordedDerivativeError("torch.as_strided receives copies of a parameter, which share memory")
@@ -247,7 +238,6 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # pyright: ignore
-_UNPADDED = {F.embedding: None, torch.embedding: -1}
 _STRIDED = (torch.as_strided, Tensor.as_strided)
 _TRANSPOSES = {getattr(home, name) for home in (torch, Tensor) for name in ("t", "transpose", "swapaxes", "swapdims")}
 _TRANSPOSES |= {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
@@ -257,7 +247,6 @@ _WATCHED = {
     *TRANSPARENT,
     *_BACKWARD,
     *_TRANSPOSES,
-    *_UNPADDED,
     *_STRIDED,
     F.scaled_dot_product_attention,
     GRAD_FN,
