@@ -16,8 +16,8 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_695  # goal 12,500
-LINES = 23_166  # goal 22,000
+CODE_LINES = 13_684  # goal 12,500
+LINES = 23_154  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
@@ -31,12 +31,12 @@ ROOMS = {
     ("objectives",): 992,
     ("aggregation", "aggregators"): 4_395,
     ("optimizers",): 1_166,
-    ("engines",): 3_679,
+    ("engines",): 3_689,
     ("training",): 2_546,  # goal 2,000
     ("distributed",): 446,
     ("diagnostics", "fronts"): 1_281,  # goal 1,200
     ("testing",): 1_279,
-    ("plotting", "__main__.py"): 1_018,
+    ("plotting", "__main__.py"): 1_007,
 }
 """Lines of a room, at most. A room that needs more gives up something."""
 

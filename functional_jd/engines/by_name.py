@@ -127,11 +127,7 @@ def features_engine() -> Engine:
     return Engine(observe, check)
 
 
-ENGINES: dict[str, Engine] = {
-    "jacobian": jacobian_engine(),
-    "gramian": gramian_engine(),
-    "weighted": weighted_engine(),
-}
+ENGINES: dict[str, Engine] = {"jacobian": jacobian_engine(), "gramian": gramian_engine(), "weighted": weighted_engine()}
 """`"auto"` is one of these, as `choose_engine` says."""
 
 

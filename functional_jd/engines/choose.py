@@ -52,13 +52,7 @@ _LAYERS = 16
 
 
 def choose_engine(
-    view: "View",
-    m: int,
-    leaves: Sequence[Tensor],
-    batch: tuple[Any, ...],
-    kind: Any,
-    *,
-    sharded: bool = False,
+    view: "View", m: int, leaves: Sequence[Tensor], batch: tuple[Any, ...], kind: Any, *, sharded: bool = False
 ) -> EngineChoice:
     """The engine of a step, from the view of the rule, the number m of objectives or an estimate, and the parameters
     that have rows.

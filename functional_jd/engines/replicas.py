@@ -15,7 +15,7 @@ from functional_jd.core.agreement import description, means_if_alike
 from functional_jd.core.arguments import check_option, here, refuse
 from functional_jd.core.rows import at_least_float32, neighbours, of_distinct
 from functional_jd.core.sharding import collective as collective_of
-from functional_jd.core.sharding import is_sharded
+from functional_jd.core.sharding import is_sharded, meshes_of
 from functional_jd.core.tree import (
     all_finite,
     described_leaves,
@@ -25,9 +25,10 @@ from functional_jd.core.tree import (
     tree_map,
     tree_unflatten,
 )
-from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree, Weights
 from functional_jd.engines.by_name import ENGINES, checked, rows_of_plan
 from functional_jd.engines.plan import Engine, Plan
+from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 
@@ -63,6 +64,21 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
     """
     floating_leaves(jacobian)
     return mean_over_group(jacobian, group)
+
+
+def group_of_ranks(group: Any, losses: Any, params: Params) -> Any:
+    """The group whose ranks have a part of the batch each; None if this rank has it, or if all ranks have shards."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    sharded = mesh_of(losses) is not None
+    whole = sharded or any(mesh.size() == ranks for mesh in meshes_of(tree_leaves(params)))
+    if group is False or (group is None and (whole or ranks == 1)):
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        cure = "Pass group=torch.distributed.group.WORLD for the whole batch, or group=False for this rank's part."
+        refuse("group", f"a ProcessGroup of this process, as there are {ranks} ranks", group, cure, ValueError)
+    if sharded:
+        refuse("group", "None for losses of sharded(losses, mesh)", group, "Leave it out.", ValueError)
+    return group
 
 
 def agree(finite: Tensor, group: Group = None) -> Tensor:
@@ -200,10 +216,7 @@ def _by_jacobian(plan: Plan, group: Group) -> Observation:
     return seen._replace(rows=rows, pullback=pullback, finite=finite)
 
 
-_OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {
-    "jacobian": _by_jacobian,
-    "weighted": _by_weights,
-}
+_OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {"jacobian": _by_jacobian, "weighted": _by_weights}
 
 
 def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
@@ -223,8 +236,8 @@ def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
 
 def pooled_buffers(buffers: Tree, group: Group) -> Tree:
     """The mean over the group of floating-point buffers, the first replica's of others."""
-    pool = lambda x: mean_over_group(x, group) if x.is_floating_point() else collective("first", x, group)
-    return tree_map(pool, buffers)
+    mean = partial(mean_over_group, group=group)
+    return tree_map(lambda x: mean(x) if x.is_floating_point() else collective("first", x, group), buffers)
 
 
 def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
@@ -240,10 +253,7 @@ def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
     return tree_unflatten(structure, means_if_alike(leaves, parts, partial(mean_over_group, group=group), _CURE))
 
 
-_CURE = (
-    "Return all losses everywhere, of a task that a batch does not have 0.0 * features.sum(), and weigh them by the "
-    "same rule."
-)
+_CURE = "Return all losses everywhere, of a task without data 0.0 * features.sum(), and weigh them by the same rule."
 
 
 def _pooled_rows(plan: Plan, tree: Tree, group: Group) -> Tree:

@@ -106,6 +106,19 @@ def _one_by_one(y: Tensor, factors: Tensor) -> Iterator[Tensor]:
         yield from block.reshape(len(block), *y.shape).unbind()
 
 
+def are_linear(point: Vjp, factors: Tensor) -> list[bool]:
+    """Which rows halve with their factors."""
+    pairs = zip(gradients_one_by_one(point, factors), gradients_one_by_one(point, factors / 2), strict=True)
+    return [all(map(_is_half, halves, wholes)) for wholes, halves in pairs]
+
+
+def _is_half(half: Tensor | None, whole: Tensor | None) -> bool:
+    """Whether one is half of the other, up to half of the digits, or not finite."""
+    if half is None or whole is None or not half.numel():
+        return True
+    return not (whole - 2 * half).abs().max() > torch.finfo(half.dtype).eps ** 0.5 * whole.abs().max()
+
+
 def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
     """Rows by input, from m gradients by row. The caller switches autocast off."""
     parts = iter(gradients)

@@ -220,7 +220,7 @@ def per_example(
     for dim in in_dims if isinstance(in_dims, list | tuple) else [in_dims]:
         if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
             cure = "0 if the examples are along the first dimension of all arguments."
-            refuse("in_dims", "a dimension, None, or a tuple of these", in_dims, cure)
+            refuse("in_dims", "a dimension, None, or a tuple of these", dim, cure)
     return PerExample(loss, in_dims)
 
 

@@ -127,14 +127,14 @@ def adamw(
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
         count = steps.to(widest(steps.device))
-        step_size = rate / (1 - b1**count)
-        correction = (1 - b2**count).sqrt()
+        step_size, correction = rate / (1 - b1**count), (1 - b2**count).sqrt()
+        decay = weight_decay.to(count) if isinstance(weight_decay, Tensor) else weight_decay
 
         def moved(p: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             d = at_least_float32(d.to(p.dtype))
             m = torch.lerp(at_least_float32(m), d, 1 - b1)
             v = (at_least_float32(v) * b2).addcmul(d, d, value=1 - b2)
-            decayed = at_least_float32(p) * in_dtype_of(1 - rate * weight_decay, m)
+            decayed = at_least_float32(p) * in_dtype_of(1 - rate * decay, m)
             root = _root(v) / in_dtype_of(correction, v) + in_dtype_of(eps, v)
             return decayed - in_dtype_of(step_size, m) * (m / root), m, v
 

@@ -30,10 +30,7 @@ class LineSearchState(NamedTuple):
 
 
 def line_search(
-    optimizer: Optimizer,
-    rates: Sequence[float] | Tensor,
-    *,
-    merit: Callable[[Losses], Tensor] | None = None,
+    optimizer: Optimizer, rates: Sequence[float] | Tensor, *, merit: Callable[[Losses], Tensor] | None = None
 ) -> Optimizer:
     """Take the step of an optimizer with the one of several rates that leaves the losses smallest.
 
@@ -94,11 +91,12 @@ def line_search(
 
 
 def _between(params: Params, proposed: Params, rate: Tensor) -> Params:
-    """`params + rate (proposed - params)`, exact for the rates 0 and 1."""
+    """`params + rate (proposed - params)`, exact for the rates 0, also of a step that is not finite, and 1."""
 
     def leaf(p: Tensor, q: Tensor) -> Tensor:
-        wide = at_least_float32(p)
-        return torch.lerp(wide, at_least_float32(q), in_dtype_of(rate, wide)).to(p.dtype)
+        wide, end = at_least_float32(p), at_least_float32(q)
+        end = torch.where(((rate == 0) & ~end.isfinite()), wide, end)
+        return torch.lerp(wide, end, in_dtype_of(rate, wide)).to(p.dtype)
 
     return tree_map(leaf, params, proposed)
 

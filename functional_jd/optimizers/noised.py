@@ -28,11 +28,7 @@ class NoisedState(NamedTuple):
 
 
 def noised(
-    optimizer: Optimizer,
-    key: Tensor,
-    multiplier: float | Tensor,
-    max_norm: float | Tensor,
-    batch_size: float | Tensor,
+    optimizer: Optimizer, key: Tensor, multiplier: float | Tensor, max_norm: float | Tensor, batch_size: float | Tensor
 ) -> Optimizer:
     """Add Gaussian noise to a sum of clipped gradients, and divide by the size of the batch: private training (DP-SGD).
 

@@ -21,15 +21,4 @@ from functional_jd.plotting.history import history
 from functional_jd.plotting.style import PALETTE, legend
 from functional_jd.plotting.trajectories import Path, Problem, descend, quadratics, trajectories
 
-__all__ = [
-    "PALETTE",
-    "Path",
-    "Problem",
-    "cone",
-    "descend",
-    "front",
-    "history",
-    "legend",
-    "quadratics",
-    "trajectories",
-]
+__all__ = ["PALETTE", "Path", "Problem", "cone", "descend", "front", "history", "legend", "quadratics", "trajectories"]

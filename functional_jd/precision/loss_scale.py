@@ -1,11 +1,9 @@
 """Loss scaling: `torch.amp.GradScaler` as a record and pure functions.
 
-    scaled = scale(state, losses)  ──▶ backward in float16 ──▶ jacobian
-    jacobian, finite = unscale(state, jacobian)
-    params = select(finite, new_params, params)
-    state = update_scale(state, finite)
-
-A state holds one scale `[]` for all objectives, or one per objective `[m]`.
+scaled = scale(state, losses)  ──▶ backward in float16 ──▶ jacobian
+jacobian, finite = unscale(state, jacobian)
+params = select(finite, new_params, params)
+state = update_scale(state, finite)
 """
 
 from functools import reduce
@@ -154,7 +152,8 @@ def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     leaves, structure = tree_flatten(tree)
     if under_transform() or any_sharded(leaves) or not leaves or any(x.requires_grad for x in (factor, *leaves)):
         return unscale(factor, tree)
-    quotients = times(list(map(at_least_float32, leaves)), inverse_of(factor))
+    dtype = reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
+    quotients = times(list(map(at_least_float32, leaves)), inverse_of(factor, dtype))
     return tree_unflatten(structure, quotients), all_finite(quotients)
 
 
@@ -219,8 +218,8 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
 
 
 def unscaled_rows(rows: list[Any], scale: Tensor) -> list[Any]:
-    """Rows divided by the loss scale `[]` or `[m]`, in at least float32. They take the places of the others in the
-    list one by one, so that both are never in memory together.
+    """Rows divided by the loss scale `[]` or `[m]`, in at least float32: each in the place of the other in the list,
+    so that both are never in memory together.
     """
     present = [index for index, row in enumerate(rows) if row is not None]
     if under_transform() or not present or rows[present[0]].is_cpu or scale.requires_grad:

@@ -134,11 +134,7 @@ class Watch(TorchFunctionMode):
 
 
 def watched(
-    f: Callable[..., Any],
-    journal: StateJournal | None = None,
-    *,
-    examples: bool = False,
-    recorder: Any = None,
+    f: Callable[..., Any], journal: StateJournal | None = None, *, examples: bool = False, recorder: Any = None
 ) -> Callable[..., Any]:
     """A function under the modes that must receive its ops, mostly none. `journal` notes what `f` changes in place, for
     `attempt`; `examples`: `f` is the loss of one example; the `recorder` receives the ops first, and calls its `watch`.

@@ -16,17 +16,18 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32, of_distinct
 from functional_jd.core.tree import all_finite, described_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, LossFunction, Params, Tree, Weights
+from functional_jd.engines import replicas
 from functional_jd.engines.by_name import of_rows, rows_of_plan
 from functional_jd.engines.evaluate import check_losses, element_count
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.engines.replicas import agree, check_alike, mean_over_group, pooled_buffers, replicate
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_buffers, check_learning, detach_parameters, undone
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
-from functional_jd.training.weights import group_of_ranks
+from functional_jd.training.state import warn
+from functional_jd.training.weights import memory_after
 
 
 @displayed_as(outline)
@@ -103,12 +104,12 @@ def accumulate(
     plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
     plan = plan_of(parts[0], buffers)
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
-    group = group_of_ranks(group, losses, own)
-    _check_examples(plan, skip, group)
+    group = replicas.group_of_ranks(group, losses, own)
+    _check_parts(plan, parts, skip, group)
     if state is None:
         check_learning(plan, buffers, training=False)
         if group is not None:
-            check_alike(own, group, "parameters", {"rule": aggregator})
+            replicas.check_alike(own, group, "parameters", {"rule": aggregator})
     run = _Run(parts, plan_of, buffers, skip == "part", group)
     if plan.view.products == "none":
         seen, memory, found, left, next_buffers = _by_weights(run, plan, state)
@@ -126,11 +127,11 @@ def accumulate(
     with autocast_disabled():
         direction, verdict = pulled(plan, seen, found)
         finite, moved, following = verdict if left is None else left.verdict(plan, verdict)
-    after = select(moved, (found.memory, next_buffers), (memory, buffers))
+    after = memory_after(moved, found.memory, memory, given=state), select(moved, next_buffers, buffers)
     return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *after)
 
 
-def _check_examples(plan: Plan, skip: str, group: Any) -> None:
+def _check_parts(plan: Plan, parts: list[Any], skip: str, group: Any) -> None:
     given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
     wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
     if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
@@ -138,37 +139,42 @@ def _check_examples(plan: Plan, skip: str, group: Any) -> None:
             f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
             "use step with replicated(group=group)."
         )
+    sizes = {tuple([x.shape[0] for x in tree_leaves(part) if isinstance(x, Tensor) and x.ndim]) for part in parts}
+    if len(sizes) > 1 and not (plan.kind.rows_are_examples or torch.compiler.is_compiling()):
+        found = f"found first dimensions {' and '.join(map(str, sorted(sizes)))}"
+        warn(f"{here()}: parts must be equally large, {found}, of which examples of the smallest count most.")
 
 
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:
     """The memory of the rule, and its answer."""
-    memory = remembered(plan, seen, state, group and partial(replicate, group=group))
+    memory = remembered(plan, seen, state, group and partial(replicas.replicate, group=group))
     return memory, weighed(plan, seen, memory)
 
 
 class _Left(NamedTuple):
-    """With parts left out where they are not finite: which losses are finite in all, and which overflow in none, bool
-    of the scale's shape; and the share of the parts that are left.
+    """What is left of the parts: which losses and rows are finite in all, and which rows overflow in none, bool of the
+    scale's shape; whether all losses are finite; and the share of the parts.
     """
 
     finite: Tensor
     sound: Tensor
+    known: Tensor
     share: Tensor
 
     def verdict(self, plan: Plan, last: Verdict) -> Verdict:
         """The verdict of the step, from that of the parts left."""
         finite = self.finite & last.finite
-        following = update_scale(plan.scale_state, self.sound, losses_finite=finite.all() | ~self.sound)
+        following = update_scale(plan.scale_state, self.sound, losses_finite=self.known | ~self.sound)
         return Verdict(finite, last.moved & (self.share > 0), following)
 
 
-def _left(verdicts: list[tuple[Tensor, Tensor, Tensor]], group: Any) -> _Left:
+def _left(verdicts: list[list[Tensor]], group: Any) -> _Left:
     """The outcome of leaving out parts, on all ranks together."""
-    finite, lower, moved = map(torch.stack, zip(*verdicts, strict=True))
-    finite, sound, share = finite.all(0), (finite | ~lower).all(0), moved.to(widest(moved.device)).mean()
+    finite, sound, known, moved = map(torch.stack, zip(*verdicts, strict=True))
+    flags, share = [x.all(0) for x in (finite, sound, known)], moved.to(widest(moved.device)).mean()
     if group is not None:
-        finite, sound, share = agree(finite, group), agree(sound, group), mean_over_group(share, group)
-    return _Left(finite, sound, share)
+        flags, share = [replicas.agree(x, group) for x in flags], replicas.mean_over_group(share, group)
+    return _Left(flags[0], flags[1], flags[2], share)
 
 
 class _Run(NamedTuple):
@@ -183,9 +189,7 @@ class _Run(NamedTuple):
     def summed(
         self, find: Callable[[Plan], tuple[Any, Losses, Any, Tensor | None]], *, joined: bool = False
     ) -> tuple[Any, Losses, _Left | None, Tree]:
-        """The mean over the parts of the first that `find` returns, of examples the sum, or all joined; the mean of the
-        losses, or those of all examples; what is left; and the last buffers.
-        """
+        """The means of what `find` returns first and of the losses, of examples sums or all; what is left; buffers."""
         total, each, many, verdicts, buffers, examples = None, [], [], [], self.buffers, False
         for part in self.parts:
             plan, before = self.plan_of(part, buffers), buffers
@@ -199,7 +203,8 @@ class _Run(NamedTuple):
             if self.skipping:
                 flags = torch.ones_like(plan.scale_state.scale, dtype=torch.bool) if finite is None else finite
                 own = verdict_of(plan.scale_state, flags, values)
-                verdicts.append((own.finite, own.scale.scale < plan.scale_state.scale, own.moved))
+                known = all_finite(values)
+                verdicts.append([own.finite, flags | ~known, known, own.moved])
                 found, values = zeros_unless(own.moved, (found, values))
                 buffers = select(own.moved, buffers, before)
             each.append(values)
@@ -215,7 +220,7 @@ class _Run(NamedTuple):
             return join(many) if joined else total, join(each), None, buffers
         means: Any = total, tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
         if self.group is not None:
-            means, buffers = mean_over_group(means, self.group), pooled_buffers(buffers, self.group)
+            means, buffers = replicas.mean_over_group(means, self.group), replicas.pooled_buffers(buffers, self.group)
         left = _left(verdicts, self.group) if verdicts else None
         if left is not None:
             share = torch.where(left.share > 0, left.share, 1)
@@ -255,5 +260,5 @@ def _by_weights(run: _Run, plan: Plan, state: Tree) -> tuple[Observation, Tree, 
     if finite is not None and left is not None:  # what is left is finite
         finite = torch.ones_like(finite)
     elif finite is not None and run.group is not None:
-        finite = agree(finite, run.group)
+        finite = replicas.agree(finite, run.group)
     return Observation(values, pullback=lambda _: (direction, finite)), memory, found, left, buffers

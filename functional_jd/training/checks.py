@@ -17,7 +17,7 @@ from functional_jd.core.tree import described_leaves, floating_leaves, tree_leav
 from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import element_count, evaluate_losses, row_scales
 from functional_jd.engines.plan import Plan
-from functional_jd.engines.row_vjps import gradients_one_by_one
+from functional_jd.engines.row_vjps import are_linear
 from functional_jd.engines.vjp import vjp
 from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.functional import noting_calls
@@ -53,11 +53,9 @@ def check_learning(
     training: bool = True,
 ) -> list[tuple[int, ...]]:
     """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
-
-    Their changes are put back, and a `journal` keeps them for the next evaluation. Losses named in `constant` may have
-    no gradient on this batch. Without `training` weights alone are computed, and losses without a gradient warn.
-    Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples and shards, and
-    under transforms, where nothing is evaluated.
+    Their changes are put back, and a `journal` keeps them for the next evaluation. Without `training`, losses without a
+    gradient warn. Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples
+    and shards, and under transforms, where nothing is evaluated.
     """
     if under_transform():
         return []
@@ -111,20 +109,12 @@ def check_linear(plan: Plan) -> None:
     point = vjp(lambda at: evaluate_losses(losses, (tree_unflatten(structure, at), *args[1:]), plan), leaves, plan)
     once = row_scales(plan, element_count(point.outputs), point.outputs[0])
     with autocast_disabled():
-        pairs = zip(gradients_one_by_one(point, once), gradients_one_by_one(point, once / 2), strict=True)
-        linear = [all(map(_is_half, halves, wholes)) for wholes, halves in pairs]
+        linear = are_linear(point, once)
     if lost := [repr(name) for name, yes in zip(objective_names(point.extra[0]), linear, strict=True) if not yes]:
         warn(
             f"{here()}: gradients must be linear in the factor of their loss, found others of {', '.join(lost)}. Leave "
             "out functions whose backward normalises, clips or rounds: weights and loss scales get lost."
         )
-
-
-def _is_half(half: Tensor | None, whole: Tensor | None) -> bool:
-    """Whether one is half of the other, up to half of the digits, or not finite."""
-    if half is None or whole is None or not half.numel():
-        return True
-    return not (whole - 2 * half).abs().max() > torch.finfo(half.dtype).eps ** 0.5 * whole.abs().max()
 
 
 def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], training: bool) -> None:
@@ -181,7 +171,8 @@ def _check_reached(
 
 def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tree) -> None:
     """Warn of running statistics that normalization moved, and of other buffers, that the losses do not return."""
-    kept = [x for x in tree_leaves(returned) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    passed_on = [call.buffers for call in calls]  # to a later call of a module, which returns them
+    kept = [x for x in tree_leaves((returned, passed_on)) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
     memory = {_memory(x) for x in kept} - {None}  # a row of a returned buffer comes back with it
 
     def is_lost(x: Tensor) -> bool:
@@ -231,8 +222,8 @@ def _reached(loss: Tensor, points: set[int]) -> list[set[int]]:
 
 
 def detach_parameters(params: Params) -> Params:
-    """Return the pytree with the values of each `nn.Parameter` instead of it; other tensors keep their graph. Raise for
-    leaves that are not floating-point tensors, and for an `nn.Parameter` without grad, which would be trained.
+    """The values of each `nn.Parameter` instead of it; other tensors keep their graph. Raise for leaves that are not
+    floating-point tensors, and for a frozen `nn.Parameter`, which would be trained.
     """
     leaves, _ = floating_leaves(params)
     for index, p in enumerate(leaves):
@@ -248,9 +239,7 @@ def detach_parameters(params: Params) -> Params:
 def check_ranks(
     losses: LossFunction, params: Params, values: Mapping[str, Tree], method: Mapping[str, Any] = {}
 ) -> None:
-    """Raise for shards of different trainings: values by name, tensors that are equal on all ranks or shards, and
-    records of functions, such as a rule. The meshes of losses and parameters name the ranks.
-    """
+    """Raise for shards of different trainings: by name, tensors that are equal on all ranks, or shards, and records."""
     meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(tree_leaves(params))]) if mesh is not None]
     if not meshes or under_transform():
         return

@@ -16,6 +16,7 @@ from functional_jd.core.arguments import check_flag, check_function, check_integ
 from functional_jd.core.tree import all_finite, tree_names
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
+from functional_jd.torch_compat.torch_internals import vmaps_inside
 from functional_jd.training.state import StepInfo, TrainState, named_values
 
 _Pairs = Generator[tuple[TrainState, StepInfo], None, None]
@@ -195,7 +196,7 @@ class SkipWatch:
 
     def follow(self, scale: Any, state: Any, info: Any) -> None:
         """Count a step, given the scale before it. Raise TrainingStalled for the last of `patience` skipped steps."""
-        if not isinstance(info, StepInfo):
+        if vmaps_inside(0) or {"losses", "weights", "finite", "moved"} - {*getattr(info, "_fields", ())}:
             return
         names, before = tree_names(info.losses), self.names
         if before and names != before:  # of which a rule without a memory cannot tell

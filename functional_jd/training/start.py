@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.arguments import here
+from functional_jd.core.arguments import here, refuse
 from functional_jd.core.float64 import widest
-from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
@@ -59,7 +59,8 @@ def train_state(
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise without effect (`noised`); losses that change
             parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
-            m; losses that the rule cannot take, such as negative ones; tied weights at two places.
+            m; losses that the rule cannot take, such as negative ones, or that are not finite where it remembers them;
+            tied weights at two places.
 
     Warns:
         UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;
@@ -89,17 +90,24 @@ def train_state(
         reached = check_learning(plan, buffers, constant, journal=journal)
         noted = journal if plan.kind.rows_are_examples and not plan.differentiable else None  # one was looked at so far
         memory, values = started(plan._replace(journal=noted), chosen, () if chosen.is_replicated else reached)
-        _check_losses(aggregator, values)
+        _check_losses(aggregator, values, memory)
     check_ranks(losses, own, {"keys": keys_of(memory)})
     state = TrainState(params, buffers, optimizer.init(params), memory, plan.scale_state)
     return replicate(_stored_apart(state, (params, buffers, batch)) if tracked else state)
 
 
-def _check_losses(aggregator: Aggregator, losses: Losses) -> None:
-    """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
-    if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
+def _check_losses(aggregator: Aggregator, losses: Losses, memory: Tree) -> None:
+    """Raise ValueError for the first loss that the rule cannot take, or remember, where values are known."""
+    if not (aggregator.takes or tree_leaves(memory)) or torch.compiler.is_compiling() or under_functorch():
         return
-    (name, domain, *some), values = aggregator.takes, named_values(losses)
+    values = named_values(losses)
+    lost = [(objective, value) for objective, value in values if not math.isfinite(value)]
+    if lost and not all_finite(memory):
+        at, cure = f"the loss {lost[0][0]!r}", "Start with another batch."
+        refuse(at, "finite for a rule that remembers it", lost[0][1], cure, ValueError)
+    if aggregator.takes is None:
+        return
+    name, domain, *some = aggregator.takes
     for objective, value in [values[i] for i in some[0](losses)] if some else values:
         if math.isfinite(value) and not domain.contains(value):
             raise ValueError(

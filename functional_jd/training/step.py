@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.tree import any_sharded, own_containers, tree_difference, tree_leaves
+from functional_jd.core.tree import all_finite, any_sharded, own_containers, tree_difference, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
@@ -86,7 +86,10 @@ def step(
     plan, chosen, _ = prepare(losses, state.params, batch, aggregator, **how)
     token, plan, used = _opened(plan, state) if plan.differentiable else (None, plan, state)
     plain = token is None and not (plan.differentiable and transform_level() != NO_TRANSFORM)
-    guarded = optimizer.guarded_update if plain else None  # leaves the state as it was if the step is skipped
+    narrow = False  # without a function for each leaf
+    for leaf in plan.leaves:
+        narrow = narrow or leaf.dtype == torch.float16
+    guarded = optimizer.guarded_update if plain and not narrow else None  # leaves the state as it was if it is skipped
     try:
         seen = observe(plan, chosen)
         with autocast_disabled():
@@ -101,6 +104,8 @@ def step(
         update = update if optimizer.search is None else partial(optimizer.search, _losses_at(plan, chosen))
         direction = direction if token is None else zeros_unless(moved, direction)
         params, moments = update(direction, used.optimizer, used.params)
+        if narrow:  # a finite direction may be infinite in float16
+            info = info._replace(moved=(moved := moved & all_finite(params)))
         for leaf in tree_leaves(params) if plain and torch.is_grad_enabled() else ():
             if leaf.requires_grad:  # as a rate does, whose derivative is infinite times zero if this is skipped
                 params, moments = update(zeros_unless(moved, direction), used.optimizer, used.params)
@@ -115,13 +120,18 @@ def step(
             buffers, memory = select(moved, (buffers, memory), (state.buffers, state.aggregator))
         return TrainState(params, buffers, moments, memory, scale), info
     except Exception as error:
-        is_known = torch.compiler.is_compiling() or is_out_of_memory(error)
-        if not is_known and (found := tree_difference(optimizer.init(state.params), state.optimizer)):
-            error.add_note(
-                f"step: the state must be one of this optimizer for these parameters: {found} in state.optimizer. "
-                "Start again with train_state, or with state._replace(optimizer=optimizer.init(params))."
-            )
+        _note_another(optimizer, state, error)
         raise
+
+
+def _note_another(optimizer: Optimizer, state: TrainState, error: Exception) -> None:
+    """Note in an error that the state is one of another optimizer, if it is."""
+    is_known = torch.compiler.is_compiling() or is_out_of_memory(error)
+    if not is_known and (found := tree_difference(optimizer.init(state.params), state.optimizer)):
+        error.add_note(
+            f"step: the state must be one of this optimizer for these parameters: {found} in state.optimizer. "
+            "Start again with train_state, or with state._replace(optimizer=optimizer.init(params))."
+        )
 
 
 def _opened(plan: Plan, state: TrainState) -> tuple[Any, Plan, TrainState]:

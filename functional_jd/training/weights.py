@@ -5,7 +5,6 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -15,15 +14,14 @@ from functional_jd.core.arguments import check_type, here, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.safe import nan_unless
-from functional_jd.core.sharding import is_sharded, meshes_of
+from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import all_finite, detach_tree, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses, element_count, row_scales
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate, replicated
+from functional_jd.engines.replicas import agree, check_alike, group_of_ranks, mean_over_group, replicate, replicated
 from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows
 from functional_jd.engines.vjp import Vjp
-from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
@@ -113,7 +111,8 @@ def weights_and_memory(plan: Plan, seen: Observation, state: Tree, replicate: An
     """The weights of an observation, on the device of the losses, and the memory of the rule after a finite batch."""
     found: Any
     with autocast_disabled():
-        found, memory, *_ = weighed(plan, seen, remembered(plan, seen, state, replicate))
+        before = remembered(plan, seen, state, replicate)
+        found, memory, *_ = weighed(plan, seen, before)
     leaves = tree_leaves(seen.losses)
     m = element_count(leaves)
     if not isinstance(found, Tensor) or found.shape != (m,):
@@ -122,11 +121,15 @@ def weights_and_memory(plan: Plan, seen: Observation, state: Tree, replicate: An
     # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
     weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
     taken = all_finite((weights, leaves)) & (True if seen.finite is None else seen.finite.all())
-    if tree_leaves(memory) and state is not None:
-        memory = select(taken, memory, state)
-    elif tree_leaves(memory) and not under_transform() and is_concrete(taken) and not taken:
-        memory = None
+    memory = memory_after(taken, memory, before, given=state)
     return nan_unless(taken, weights), memory  # a loss may be NaN where its gradient is finite
+
+
+def memory_after(taken: Tensor, memory: Tree, before: Tree, *, given: Tree) -> Tree:
+    """What a rule remembers; if a batch is not taken, what was given, such as None."""
+    if given is None and tree_leaves(memory) and not under_transform() and is_concrete(taken) and not taken:
+        return None
+    return select(taken, memory, before) if tree_leaves(memory) else memory
 
 
 def _warn_of_graph(params: Params) -> None:
@@ -138,22 +141,6 @@ def _warn_of_graph(params: Params) -> None:
             "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
             "without grad, or take weights.detach()."
         )
-
-
-def group_of_ranks(group: Any, losses: Any, params: Params) -> Any:
-    """The group whose ranks have a part of the batch each; None if this rank has it, or if all ranks have shards."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    sharded = mesh_of(losses) is not None
-    whole = sharded or any(mesh.size() == ranks for mesh in meshes_of(tree_leaves(params)))
-    if group is False or (group is None and (whole or ranks == 1)):
-        return None
-    if not isinstance(group, dist.ProcessGroup):
-        expected = f"a ProcessGroup of this process, as there are {ranks} ranks"
-        cure = "Pass group=torch.distributed.group.WORLD for the whole batch, or group=False for this rank's part."
-        refuse("group", expected, group, cure, ValueError)
-    if sharded:
-        refuse("group", "None for losses of sharded(losses, mesh)", group, "Leave it out.", ValueError)
-    return group
 
 
 @displayed_as(outline)

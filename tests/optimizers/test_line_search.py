@@ -57,6 +57,8 @@ def test_what_is_not_finite_is_never_best_and_where_nothing_is_finite_nothing_mo
     optimizer, x = line_search(fj.sgd(1.0), rates, merit=torch.sum), torch.ones(())
     moved, state = optimizer.search(walls, torch.tensor(-1.0), optimizer.init(x), x)
     assert (moved, state.rate) == (to, best)
+    moved, state = optimizer.search(lambda p: p, torch.tensor(-torch.inf), optimizer.init(x), x)
+    assert (moved, state.rate) == (1, 0)
 
 
 @pytest.mark.filterwarnings("ignore:train_state. .* residuals")  # any rule will do

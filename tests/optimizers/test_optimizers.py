@@ -193,6 +193,14 @@ def test_adamw_raises_for_averages_in_float16_by_name():
         adamw(1e-2).update(params, old, params)
 
 
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)])
+def test_a_decay_that_is_a_tensor_has_the_digits_of_its_parameters(lr):
+    """The float32 next to 0.01, as a number and as a tensor."""
+    decay, p = torch.tensor(0.01), torch.ones(3, dtype=torch.float64)
+    steps = [adamw(lr, weight_decay=x).update(0 * p, adamw().init(p), p)[0] for x in (decay, decay.item())]
+    assert ((steps[0] - steps[1]).abs() <= 4 * eps(p.dtype)).all()
+
+
 @both_roads
 def test_adamw_leaves_entries_without_direction_alone_in_float16(road):
     params = torch.tensor([1.0, 2.0], dtype=torch.float16)

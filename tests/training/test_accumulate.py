@@ -1,5 +1,7 @@
 """The direction of a batch in parts, next to that of the whole batch by `step`."""
 
+from functools import partial
+
 import pytest
 import torch
 from bounds import check_derivatives, check_same
@@ -175,6 +177,24 @@ def test_buffers_of_a_part_that_is_left_out_go_with_it_and_weights_that_are_not_
         assert jd.accumulate(count, parts(of=(X, bad)), **how).buffers == counted
 
 
+@pytest.mark.parametrize("skip", ["step", "part"])
+def test_each_scale_follows_its_own_loss_and_a_lost_first_batch_leaves_no_memory(skip):
+    losses = lambda p, c: torch.stack([p.half().sum().float() * c, p.sum()])
+    grown, floor = jd.scale_state(2.0**10, growth_interval=4, shape=2), jd.scale_state(2.0**-14, growth_interval=4)
+    how = {"params": torch.ones(3), "aggregator": jd.upgrad(), "skip": skip}
+    for count in (1, 2, 3, 0):
+        grown = jd.accumulate(losses, [(torch.tensor(1.0),), (torch.tensor(1e3),)], scale=grown, **how).scale
+        assert grown.growth_tracker.tolist() == [0, count]
+    assert grown.scale[1] == 2.0**11
+    kept = jd.accumulate(losses, [(torch.tensor(3e9),)], scale=floor._replace(growth_tracker=torch.tensor(3)), **how)
+    assert kept.scale.growth_tracker == 0
+    for rule in map(rule_of, ("gradnorm", "relobralo", "softadapt")):
+        call = partial(jd.accumulate, plain, params=SHARED, aggregator=rule, skip=skip)
+        lost = call([(x * torch.nan, y) for x, y in parts()])
+        assert lost.state is None
+        check_same(call(parts(), state=lost.state), call(parts()))
+
+
 def test_buffers_and_keys_go_from_part_to_part():
     def counted(params, buffers, x, y):
         noise = jd.random.normal(buffers["key"], x.shape, dtype=x.dtype)
@@ -233,12 +253,12 @@ def test_on_an_accelerator(rule):
 def test_what_is_refused():
     usual = {"params": SHARED, "aggregator": jd.upgrad()}
     call = lambda p, losses=plain, **more: jd.accumulate(losses, p, **(usual | more))
-    some = lambda params, x, y: plain(params, x, y) if len(x) == 3 else {"a": plain(params, x, y)["a"]}
+    some = lambda params, x, y: plain(params, x, y) if x[0, 0] == X[0, 0] else {"a": plain(params, x, y)["a"]}
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
         (lambda: call(parts(), params={"w": torch.nn.Parameter(X, False)}), ValueError, "frozen 'w'"),
-        (lambda: call([(X[:3], Y[:3]), (X, Y)], some), ValueError, r"the same losses.*return 0 \* another loss"),
+        (lambda: call(parts(), some), ValueError, r"the same losses.*return 0 \* another loss"),
         (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, r"no scale \[m\]"),
         (lambda: call(parts(), KINDS["per_example"][0], skip="part"), ValueError, "no skip='part', found one"),
         (lambda: call(parts(), skip="all"), ValueError, "skip must be one of step, part"),
@@ -247,6 +267,8 @@ def test_what_is_refused():
     for make, kind, words in cases:
         with pytest.raises(kind, match=words):
             make()
+    with pytest.warns(UserWarning, match=r"parts must be equally large, found first dimensions \(4, 4\) and \(8, 8\)"):
+        call([(X[:8], Y[:8]), (X[8:], Y[8:])])
     net = torch.nn.Linear(3, 2)
     params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.ones(4, 3)
     with pytest.raises(ValueError, match="accumulate: the losses must depend on the parameters, found no loss"):

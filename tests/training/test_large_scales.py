@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
 import functional_jd as jd
+from functional_jd.precision.loss_scale import divided
 
 X = torch.tensor([[3.0, 0, 0, -1], [0, 5, 0, 2], [0, 0, 7, 4]])  # each row has an entry of its own
 PARAMS = {"w": torch.ones(1, 4)}
@@ -96,6 +97,29 @@ def test_sums_of_scaled_rows_do_not_overflow(way):
     rows = 2.0**127 / 8  # 4 and 7 of these add up beyond float32's range, and so does their first weighted sum
     weights = torch.tensor([-8.0, 8.0, 8.0], dtype=torch.float64)
     assert_direction(WAYS[way]("plain", scale=jd.scale_state(rows), weights=weights), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_scale_that_is_no_power_of_two_costs_a_rounding(dtype):
+    rows = {"w": torch.rand(50, dtype=dtype), "b": torch.rand(3, dtype=torch.float32)}
+    found, _ = divided(torch.tensor(3000.0), {name: 3000 * row for name, row in rows.items()})
+    for name, row in rows.items():
+        assert ((found[name] - row).abs() <= 4 * torch.finfo(row.dtype).eps * row).all()
+
+
+@pytest.mark.filterwarnings("ignore:train_state")
+@pytest.mark.parametrize("optimizer", [jd.sgd(1.0), jd.adamw(1.0), jd.from_torch(torch.optim.SGD, lr=1.0)])
+@pytest.mark.parametrize("rule", [jd.mean(), jd.upgrad()])
+def test_a_step_beyond_the_range_of_float16_parameters_is_skipped(rule, optimizer):
+    how = {"losses": lambda p, c: p.float().sum() * c * torch.ones(2), "aggregator": rule, "optimizer": optimizer}
+    state = jd.train_state(torch.ones(3, dtype=torch.float16), torch.tensor(1.0), **how)
+    for run in (jd.step, jd.compiled(jd.step, backend="eager")):
+        after, info = partial(run, **how)(state, torch.tensor(1.5e5))
+        assert not info.moved
+        torch.testing.assert_close(after.params, state.params, rtol=0, atol=0)
+        after, info = partial(run, **how)(state, torch.tensor(1.0))
+        assert info.moved
+        assert (after.params < state.params).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -64,6 +65,23 @@ def test_without_patience_it_never_ends_and_other_infos_are_not_looked_at():
     assert not watch.run
     error = pickle.loads(pickle.dumps(TrainingStalled("why", {"w": 1})))
     assert (str(error), error.state) == ("why", {"w": 1})
+
+
+def test_other_reports_with_losses_and_flags_count_and_none_is_read_under_vmap():
+    losses = lambda p, x: (p - x).square()
+    how = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": (optimizer := jd.sgd(0.1))}
+
+    def by_parts(state, x):
+        found = jd.accumulate(losses, [(x,)], params=state.params, aggregator=how["aggregator"], state=())
+        params, moments = optimizer.update(found.direction, state.optimizer, state.params)
+        new = state._replace(params=params, optimizer=moments)
+        return jd.precision.select(found.moved, new, state), found
+
+    start, x = jd.train_state(torch.zeros(2), torch.ones(2), **how), torch.full((2,), torch.nan)
+    with pytest.raises(TrainingStalled, match="not finite themselves"):
+        jd.fit(by_parts, start, [x] * 5, patience=3)
+    trained = lambda params: jd.fit(partial(jd.step, **how), start._replace(params=params), [x + 1] * 30, patience=3)
+    assert torch.equal(torch.vmap(trained)(torch.eye(2)).params, torch.eye(2))
 
 
 def test_flags_are_read_ten_at_a_time(monkeypatch):

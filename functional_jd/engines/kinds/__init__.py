@@ -12,11 +12,7 @@ from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.kinds.shards import sharded
 from functional_jd.objectives import ExampleSets, Multitask, PerExample, Sharded
 
-KINDS: dict[type, Kind] = {
-    PerExample: PER_EXAMPLE,
-    ExampleSets: EXAMPLE_SETS,
-    Multitask: MULTITASK,
-}
+KINDS: dict[type, Kind] = {PerExample: PER_EXAMPLE, ExampleSets: EXAMPLE_SETS, Multitask: MULTITASK}
 
 
 def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
