@@ -55,10 +55,7 @@ class Observation(NamedTuple):
 
     def of_objectives(self, places: Sequence[int]) -> "Observation":
         """The part of the observation that belongs to some objectives, in their order, whose losses have no names."""
-
-        def some(x: Tensor) -> Tensor:
-            return torch.stack([x[i] for i in places])
-
+        some: Callable[[Tensor], Tensor] = lambda x: torch.stack([x[i] for i in places])
         products, losses = self.products, self.losses
         if products is not None:
             products = some(products) if products.ndim == 1 else some(some(products).mT).mT

@@ -29,7 +29,7 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J. The residual is at rounding for alpha
         from 0.1 to 10 and norms spread over 1e12; beyond, a weight may be too large, but below 1e-60 of the sum of all
         `w norms`. Below 0.02, derivatives may be zero. A stationary Jacobian (a convex combination of the unit rows is
-        zero, within 1e-7; within 1e-4 for some with `alpha >= 5`) has no solution: weights are 0 for `alpha >= 1`, and
+        zero, within 1e-6; within 1e-4 for some with `alpha >= 5`) has no solution: weights are 0 for `alpha >= 1`, and
         if no direction gains. For `alpha < 1` the direction is accurate to `eps^(1 / (1 + alpha))`.
 
     Source:

@@ -39,7 +39,7 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
                 f"n_selected={n_selected}, found {m}. Use more objectives, or lower these numbers."
             )
         squares, eye = G.detach().diagonal(), torch.eye(m, dtype=torch.bool, device=G.device)
-        distances = squares + squares.unsqueeze(1) - 2 * G.detach()
+        distances = squares + squares.unsqueeze(1) - (G + G.mT).detach()  # rounding breaks no tie
         closest = torch.where(eye, torch.inf, distances).sort(dim=1).values[:, : m - n_byzantine - 2]
         selected = closest.sum(1).argsort(stable=True)[:n_selected]
         return with_nan_of(torch.zeros_like(squares).scatter(0, selected, 1 / n_selected), G.sum())

@@ -35,7 +35,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
     Guarantees:
         Never conflicts. Invariant to scaling a row. Before clipping it is `fairgrad(1)`, and the direction has norm
         `sqrt(m)`. A row of zeros gets weight 0. A stationary Jacobian (a convex combination of the unit rows is zero,
-        within 1e-7) has no solution: weights 0.
+        within 1e-6) has no solution: weights 0.
 
     Source:
         Navon et al., ICML 2022, arXiv 2202.01017, claim 3.1 and algorithm 1. Exact, where the paper's convex-concave
@@ -56,7 +56,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         kept = state.weights if every == 1 else with_nan_of(state.weights, w.sum())
         w = torch.where(state.calls % every == 0, w, kept)
         square = w @ G @ w
-        long = ~(square <= max_norm**2) & (max_norm != 0)  # NaN is not smaller
+        long = ~(square <= max_norm * max_norm) & (max_norm != 0)  # NaN is not smaller
         return w * torch.where(long, max_norm / torch.where(long, square, 1).sqrt(), 1), NashState(w, state.calls + 1)
 
     return Aggregator(gramian, init, update, runs_on_host(solver, max_norm))

@@ -29,7 +29,7 @@ def normalized(rule: Aggregator, by: Literal["norm", "loss", "both"] = "norm") -
 
     Guarantees:
         Invariant to the unit of a loss. It conflicts with no row if `rule` never does. Rows of zeros are not divided.
-        Losses that divide must be positive: else the direction is NaN.
+        Losses that divide must not be negative: else the direction is NaN. A loss of 0 divides by 1.
 
     Source:
         Li et al., Gradient-adaptive policy optimization, ACL 2025, arXiv 2507.01915, for `mgda`; the choices of Sener &
@@ -39,8 +39,9 @@ def normalized(rule: Aggregator, by: Literal["norm", "loss", "both"] = "norm") -
     check_option("by", by, ("norm", "loss", "both"), 'The default is "norm".')
 
     def receive(seen: Observation) -> tuple[Any, Tensor]:
-        if inner.products == "gramian":
-            seen = seen._replace(products=gramian.receive(seen))
+        if inner.products in ("gramian", "norms"):  # in float64, as rows that are divided are not
+            known = gramian.receive(seen) if inner.products == "gramian" else norms.receive(seen).square()
+            seen = seen._replace(products=known)
         n = [] if by == "loss" else [norms.receive(narrowed(seen, "norms"))]
         L = [] if by == "norm" else [loss_vector(seen.losses)]
         sizes = nonzero(reduce(torch.mul, [*n, *(nan_unless(x >= 0, x) for x in L)]))

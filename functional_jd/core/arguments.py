@@ -75,7 +75,7 @@ def number(name: str, value: Any, domain: Domain, cure: str) -> Any:
     """A hyper-parameter, once checked; a tensor `[]` in float64, NaN outside the domain, without waiting for it."""
     if not isinstance(value, Tensor):
         check_number(name, value, domain, cure, "a number or a tensor []")
-        return value if type(value) is int else float(value)
+        return value if type(value) is int and abs(value) < 2**53 else float(value)
     if not value.is_floating_point():
         refuse(name, "a number or a floating-point tensor", value, "Convert it with .double().")
     check_scalar(name, value, cure)

@@ -97,9 +97,6 @@ def _multinomial(numbers: Any, input: Tensor, num_samples: int, replacement: boo
     return torch.searchsorted(below.contiguous(), u.contiguous(), right=True)
 
 
-# In place.
-
-
 def _normal_(numbers: Any, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     if std < 0 or not (x.is_floating_point() or x.is_complex()):
         return x.normal_(mean, std)
@@ -108,7 +105,7 @@ def _normal_(numbers: Any, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Te
 
 def _uniform_(numbers: Any, x: Tensor, *args: float, **kwargs: float) -> Tensor:
     low, high = [*args, *[kwargs.get("from", 0.0), kwargs.get("to", 1.0)][len(args) :]]
-    if low > high or not x.is_floating_point():
+    if low > high or not x.is_floating_point() or high - low > torch.finfo(x.dtype).max:
         return x.uniform_(low, high)
     if (low, high) == (0, 1):
         return x.copy_(numbers.draw("uniform", x.shape, x.dtype, x.device))

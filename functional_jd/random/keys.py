@@ -91,7 +91,7 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
         number: an integer from -2^63 to 2^63 - 1, or an int64 tensor `[]`.
 
     Returns:
-        int64 `[2]`: a key that is independent of those of other numbers, and of those that `split` gives.
+        int64 `[2]`: a key that is independent of others, and of those that `split` gives.
 
     Guarantees:
         Different numbers (modulo 2^64) give different keys. Composes with vmap, over the number too.
@@ -101,7 +101,8 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
     if not is_one:
         refuse("number", "an integer of 64 bits, or an int64 tensor []", number, "Pass for instance a rank.")
     first, second = draw(key, 2, "fold", torch.int64).unbind()
-    moved = number * ROOT if isinstance(number, Tensor) else signed(number * ROOT)
+    own = number if isinstance(number, Tensor | int | torch.SymInt) else int(number)  # of NumPy
+    moved = own * ROOT if isinstance(own, Tensor) else signed(own * ROOT)
     return draw(torch.stack([first + moved, second]), 2, "key", torch.int64)
 
 

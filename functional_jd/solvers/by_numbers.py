@@ -17,10 +17,8 @@ _Rows = list[list[float]]
 
 
 def solve_by_numbers(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor | None:
-    """Solve the problems of `linear_complementarity` by block principal pivoting, without derivatives.
-
-    The matrices are float64 `[b, m, m]` on a CPU, the offsets `[b, k, m]`, as is the result. It is `None` where values
-    may not be read or are not finite, rows are ill-conditioned, or exchanges go round.
+    """Solve the problems of `linear_complementarity`, `[b, m, m]` and `[b, k, m]`, by block principal pivoting. None
+    where values may not be read or are not finite, rows are ill-conditioned, or exchanges go round.
     """
     if type(matrix) is not Tensor or type(offset) is not Tensor or dispatch_modes():
         return None

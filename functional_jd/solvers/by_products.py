@@ -37,10 +37,8 @@ def solve_by_products(matrix: Tensor, offset: Tensor, allowed: Tensor, tolerance
     `(M s + q)_F = 0`, in float32, as corrections of s, whose residuals are computed in float64 until they are rounding.
     Then entries of the wrong sign enter or leave the active set. All of it is products `[k, m] @ [m, m]`, where a
     factor for each problem would take `k m^3 / 3` multiplications and `k m^2` memory. `[b, m, m]` and `[b, k, m]` are
-    the shapes, and the tolerance is relative to `1 + sum(s)`.
-
-    Returns:
-        The result. A solved problem meets the conditions to rounding, or its values are not finite.
+    the shapes, and the tolerance is relative to `1 + sum(s)`. A solved problem meets the conditions to rounding, or its
+    values are not finite.
     """
     rough = matrix.float()
     guess = guessed_multipliers(rough, offset.float(), allowed)

@@ -36,7 +36,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: S
 
     Returns:
         v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. If rows are stationary (a convex
-        combination of the unit rows is within 1e-7 of zero) no solution exists. All are 0 then for p <= 1, or where
+        combination of the unit rows is within 1e-6 of zero) no solution exists. All are 0 then for p <= 1, or where
         all gains `C y` vanish. For p > 1, v is where the equation holds to the rounding of `C y`. A share below 1e-60
         of the sum of all `k v` may be too large, with derivative zero. A search that did not converge gives 0 within
         1e-4 of stationary rows, else its last iterate, with derivative zero: for p above 50 and sizes 1e4 apart.

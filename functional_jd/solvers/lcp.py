@@ -17,8 +17,7 @@ from functional_jd.torch_compat.callers import SlowPathWarning, user_level
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
 # rows. Chord steps remove its effect where no pivot is below the second.
 _RIDGE, _WELL_CONDITIONED = 1e-12, 1e-4
-# Exchanges converge within 1 to 9 rounds or not at all.
-_EXCHANGES = 10
+_EXCHANGES = 10  # they converge within 1 to 9 rounds or not at all
 # From so many entries in all factors on, operations on tensors cost less than those on numbers, guessing the active set
 # costs less than the exchanges that it saves, and products cost less than factors.
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000

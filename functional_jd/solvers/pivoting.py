@@ -5,7 +5,8 @@ With the rows F active, the tableau `T, t` gives s on F, and elsewhere `w = M s 
 until no sign is wrong:
 
 - An entry of t on F is not positive: walk towards the minimum until the first multiplier is zero, which leaves F.
-- Else s is t on F. The entry along which the objective decreases most enters F, unless its row depends on those in F.
+- Else s is t on F. The entry along which the objective decreases most enters F. If its row depends on those in F, it
+  takes the place of the one whose multiplier is the first to vanish as its own grows.
 
 No step increases the objective, so that no set F returns. Nothing needs an interior, which the dual cone of dependent
 rows lacks. At the end, chord steps refine s by M itself. If signs are wrong then, or residuals large, the tableau has
@@ -31,6 +32,7 @@ _TABLEAUS, _BLIND_TABLEAUS = 4, 2
 
 # Of n problems: T `[n, m, m]`; t, the active rows and the current multipliers, `[n, m]` each.
 _Tableau = tuple[Tensor, Tensor, Tensor, Tensor]
+_Stepped = tuple[_Tableau, Tensor, Tensor]
 
 
 def least_pivot(m: int) -> float:
@@ -41,10 +43,9 @@ def least_pivot(m: int) -> float:
 def solve_by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
     """Solve the problems of `linear_complementarity`, one for each matrix.
 
-    With `looks`, it stops when all problems are solved; else it takes `8 m + 24` steps, and looks at no value.
-
-    Returns:
-        s, `[n, m]`; the inverses of the active parts of M, else zero, `[n, m, m]`.
+    With `looks`, it stops when all problems are solved; else it takes `8 m + 24` steps, looks at no value, and lets no
+    row take the place of another. Returns s, `[n, m]`, NaN where it is no solution; and the inverses of the active
+    parts of M, else zero, `[n, m, m]`.
     """
     found, left = _by_one_tableau(M, q, free, torch.zeros_like(q), looks), torch.arange(len(q), device=q.device)
     for _ in range((_TABLEAUS if looks else _BLIND_TABLEAUS) - 1):
@@ -54,7 +55,8 @@ def solve_by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool = True) -> t
             break
         new = _by_one_tableau(M[left], q[left], free[left], found[0][left], looks)
         found = [x.index_copy(0, left, y) for x, y in zip(found, new, strict=True)]
-    return found[0], found[1]
+    wrong = free & (q + matvec(M, found[0]) < -(TOLERANCE**0.5))
+    return found[0].masked_fill(wrong.any(-1, keepdim=True), torch.nan), found[1]
 
 
 def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +66,7 @@ def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) 
     pending = s > 0
     moving, places = torch.ones_like(pending[:, :1]), torch.arange(m, device=q.device)
     for _ in range(4 * m + 12):
-        found, pending, moving = _step(found, pending, free, places)
+        found, pending, moving = _step(found, pending, free, places, q if looks else None)
         if looks and not moving.any():
             break
     tableau, _, active, s = found
@@ -74,28 +76,45 @@ def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) 
         s = s - matvec(inverse, torch.where(active, w, 0))
         w = q + matvec(M, s)
     limit = TOLERANCE * (1 + s.sum(-1, keepdim=True))
-    outside = free & ~active & (tableau.diagonal(dim1=-2, dim2=-1) > least_pivot(m))
-    wrong = torch.where(active, (s < -limit) | (w.abs() > limit), outside & (w < -limit))
+    depends = tableau.diagonal(dim1=-2, dim2=-1) <= least_pivot(m)
+    least = -torch.where(depends, limit + _distance(q, s), limit)
+    wrong = torch.where(active, (s < -limit) | (w.abs() > limit), free & (w < least))
     return torch.where(moving, before, s), inverse, ~(moving | wrong.any(-1, keepdim=True))
 
 
-def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor) -> tuple[_Tableau, Tensor, Tensor]:
+def _distance(q: Tensor, s: Tensor) -> Tensor:
+    """How far below zero a row may be that counts as dependent, if `M s + q` vanishes on F, `[n, 1]`."""
+    return (-least_pivot(q.shape[-1]) * (q * s).sum(-1, keepdim=True)).clamp(min=0).sqrt()
+
+
+def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor, q: Tensor | None) -> _Stepped:
     """One step; rows that are pending enter first. Whether there was something to do, `[n, 1]`."""
     tableau, t, active, s = found
     pivots, least = tableau.diagonal(dim1=-2, dim2=-1), least_pivot(t.shape[-1])
     negative, waiting = active & (t <= 0), pending.any(-1, keepdim=True)
     walking = negative.any(-1, keepdim=True) & ~waiting
     s = torch.where(waiting | walking, s, t * active)
-    enters = free & ~active & (pivots > least) & (t < -TOLERANCE * (1 + s.sum(-1, keepdim=True)))
+    below = free & ~active & (t < -TOLERANCE * (1 + s.sum(-1, keepdim=True)))
+    enters = below & (pivots > least)
     chosen = torch.where(waiting, pending, torch.where(walking, negative, enters))
     score = torch.where(waiting, -pivots, torch.where(walking, s / (s - t).clamp(min=1e-300), t))
+    new, slope = None, t
+    if q is not None and (low := below & (t < -_distance(q, s)) & ~(waiting | walking | chosen.any(-1, True))).any():
+        new = low & (places == t.masked_fill(~low, torch.inf).argmin(-1, keepdim=True))
+        slope, replaces = (tableau * new.unsqueeze(-2)).sum(-1) * active, new.any(-1, keepdim=True)
+        chosen, score = torch.where(replaces, slope < 0, chosen), torch.where(replaces, -s / slope, score)
     best, r = score.masked_fill(~chosen, torch.inf).min(-1, keepdim=True)
     here = places == r
     s = torch.where(walking, torch.lerp(s, t, best).clamp(min=0) * (active & ~here), s)
+    if new is not None:
+        new &= best < torch.inf
+        moved = torch.where(new, best, (s + best * slope).clamp(min=0) * ~here)
+        s = torch.where(new.any(-1, keepdim=True), moved, s)
     # A row that depends on those before it waits no longer.
     exchanged = torch.where(waiting, best < -least, best < torch.inf)
     tableau, t = _pivoted(tableau, t, active, r, here, exchanged)
-    return (tableau, t, active ^ (here & exchanged), s), pending & ~here, waiting | exchanged
+    pending = pending & ~here if new is None else (pending & ~here) | new
+    return (tableau, t, active ^ (here & exchanged), s), pending, waiting | exchanged
 
 
 def _pivoted(

@@ -18,8 +18,7 @@ from functional_jd.torch_compat.torch_internals import (
 )
 
 Solver: TypeAlias = Literal["host", "device"]
-"""Where a search runs: on the host, where it stops at convergence, or where its inputs stand, in a fixed number of
-steps, without a synchronization."""
+"""Where a search runs: on the host, until it converges, or where its inputs stand, in a fixed number of steps."""
 
 
 def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inputs: int) -> Callable[..., Any]:
@@ -109,9 +108,6 @@ def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def solve(factor: Tensor, right: Tensor) -> Tensor:
-    """Solve for vectors `[*, m]`, given lower Cholesky factors `[*, m, m]`.
-
-    Two triangular solves: `torch.cholesky_solve` takes as long, has the same bits, and cannot be part of a CUDA graph.
-    """
+    """Solve for vectors `[*, m]`, given lower Cholesky factors; `torch.cholesky_solve` is in no CUDA graph."""
     half = torch.linalg.solve_triangular(factor, right.unsqueeze(-1), upper=False)
     return torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)

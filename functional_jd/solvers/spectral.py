@@ -1,6 +1,4 @@
-"""Functions of a positive semi-definite matrix, with eigenvalues at rounding level treated as zero, and solutions of
-`(A + damping 1) x = b` by Cholesky's decomposition.
-"""
+"""Functions of a positive semi-definite matrix, with eigenvalues at rounding level treated as zero."""
 
 import torch
 from torch import Tensor
@@ -9,10 +7,9 @@ from functional_jd.core.safe import divide, nan_unless, nonzero
 from functional_jd.solvers.search import solve
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
-# Eigenvalues below this fraction of the largest, times m, are rounding, of the matrix and of its decomposition.
-_CUT = 8 * torch.finfo(torch.float64).eps
-# The eigenvalues that are kept are larger than those dropped by this factor where the rank is clear.
-_GAP = 1e3
+# Eigenvalues below this fraction of the largest, times m, are rounding, of the matrix and of its decomposition. Where
+# the rank is clear, those that are kept are larger by the second factor.
+_CUT, _GAP = 8 * torch.finfo(torch.float64).eps, 1e3
 # Traces of inverses, which bound the largest eigenvalue, up to which solving by Cholesky factors is as good as exact.
 _WELL_CONDITIONED = 1e6
 # How much of `J'x` may be the rounding of a part of x that `J'` maps to zero.
@@ -69,8 +66,7 @@ def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor
     If that rounding is more than 1e-10 of `J'x`, and the rank of A is clear, x is the solution for `b_1`, by the
     pseudo-inverse, without a ridge.
 
-    Arguments, results and laws are those of `damped_solve`, which it is under transforms and off the CPU, where values
-    cannot be looked at for nothing. The rank is constant to derivatives.
+    Otherwise as `damped_solve`, which it is under transforms and off the CPU. The rank is constant to derivatives.
     """
     x = damped_solve(matrix, b, damping)
     if not may_be_read(matrix):
@@ -97,18 +93,14 @@ def damped_solve(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
     m = len(b)
     ridge = _CUT * m * nonzero(matrix.detach().diagonal().amax())
     shift = damping + ridge
-    # Without a matrix of zeros to be added.
-    shifted = torch.diagonal_scatter(matrix, matrix.diagonal() + shift)
-    factor, info = torch.linalg.cholesky_ex(shifted)
+    factor, info = torch.linalg.cholesky_ex(torch.diagonal_scatter(matrix, matrix.diagonal() + shift))
     # What is not finite stops the decomposition halfway, and leaves numbers that mean nothing.
     return nan_unless((info == 0) & (matrix.sum() + shift).isfinite(), solve(factor, b))
 
 
 def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
-    """`A^-1 b` by a Cholesky factor, in a tenth of the time of `pseudo_inverse`, if that is as good.
-
-    A is float64 `[m, m]`, symmetric positive semi-definite, with entries at most of order one, such as cosines; b is
-    `[m]`. The result is differentiable. It is `None` where A is ill-conditioned or may not be read.
+    """`A^-1 b` by a Cholesky factor, in a tenth of the time of `pseudo_inverse`. A is `[m, m]`, such as cosines; b
+    is `[m]`. The result is differentiable. It is `None` where A is ill-conditioned or may not be read.
     """
     if not may_be_read(matrix):
         return None
@@ -124,9 +116,8 @@ def may_be_read(matrix: Tensor) -> bool:
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:
-    """The largest eigenvalue of float64 `[*, m, m]`, symmetric; NaN where the matrix is not finite.
-
-    Composes with vmap, grad, jvp, compile; derivatives are correct where it is simple. Synchronizes with the device.
+    """The largest eigenvalue of float64 `[*, m, m]`, symmetric; NaN where the matrix is not finite. Composes with vmap,
+    grad, jvp, compile; derivatives are correct where it is simple. Synchronizes with the device.
     """
     finite_matrix, finite = _finite_or_identity(matrix)
     return nan_unless(finite[..., 0, 0], torch.linalg.eigvalsh(finite_matrix)[..., -1])

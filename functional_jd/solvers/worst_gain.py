@@ -87,7 +87,7 @@ def _search(
     tau = torch.minimum(((beta + c) / rho).amin(-1, keepdim=True), torch.where(stationary, 0, bound(nearest)))
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
     ridged, remaining = C + _TOLERANCE * eye, _STEPS
-    jumped = torch.zeros_like(stationary)
+    jumped, least = torch.zeros_like(stationary), torch.full_like(tau, -1 / _TOLERANCE)
     while True:
         # Rows with a gain far above tau stay inactive within the radius: a large offset would only cost digits.
         offset = (beta - tau * rho).clamp(max=farthest) / one_more
@@ -106,7 +106,8 @@ def _search(
         turn = (rho * solve(upper.mT, torch.where(active, rho, 0))).sum(-1, keepdim=True)
         slope, excess = (rho * v).sum(-1, keepdim=True), length**2 - c**2
         root = tau - excess / (slope + (slope**2 - turn * excess).sqrt())
-        jumped = running & ~below & (root < lower)
+        least = torch.where(below, tau, least)  # a jump was too long: another one as far would go round
+        jumped = running & ~below & (root < lower) & (root - least > _TOLERANCE * least.abs())
         tau = torch.where(running, torch.where(jumped, root, lower), tau)
     total = (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1) + c
     solved = ~(stationary & (length < c * (1 - _TOLERANCE**0.5))) & total.isfinite()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.arguments import here, refuse
+from functional_jd.core.arguments import at_least, here, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
@@ -105,9 +105,7 @@ def _check_losses(aggregator: Aggregator, losses: Losses, memory: Tree) -> None:
     if lost and not all_finite(memory):
         at, cure = f"the loss {lost[0][0]!r}", "Start with another batch."
         refuse(at, "finite for a rule that remembers it", lost[0][1], cure, ValueError)
-    if aggregator.takes is None:
-        return
-    name, domain, *some = aggregator.takes
+    name, domain, *some = aggregator.takes or ("", at_least(-math.inf))
     for objective, value in [values[i] for i in some[0](losses)] if some else values:
         if math.isfinite(value) and not domain.contains(value):
             raise ValueError(

@@ -7,6 +7,7 @@ from hypothesis import given
 from sequences import integer_jacobians, random_rows
 
 import functional_jd as jd
+from functional_jd.testing.measures import distance_from_hull
 
 
 def of_upgrad(J, preference=None):
@@ -99,6 +100,23 @@ def test_certified_to_rounding(m, c):
     spread = 10 ** (24 * torch.rand(m, 1, generator=generator, dtype=torch.float64) - 12)
     for rows in (J, shifted, spread * J, spread * shifted, torch.cat([J, J])):
         certified(rows, c)
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 2), (8, 4), (12, 6)])
+def test_more_rows_than_parameters_are_certified_too(m, n):
+    """A row that depends on the active ones may have to take the place of one."""
+    for seed in range(60):
+        J = random_rows(m, n, seed=seed)
+        for c in (0.8, 2.0, 5.0):
+            if of_cagrad(J, c).any():  # else stationary
+                certified(J, c)
+        N = torch.nn.functional.normalize(J)
+        if distance_from_hull(N[1:], torch.zeros(n)) < 1e-3:  # no direction has all shares
+            continue
+        multipliers = (weights := jd.aggregate(jd.pcd(0.1), N).weights) / weights[0]
+        slack = (N @ (multipliers @ N) - 0.1)[1:]
+        assert min(multipliers.min(), slack.min()) >= -(rounding := 1e3 * eps() * multipliers.abs().sum())
+        assert (multipliers[1:] * slack).abs().max() <= rounding * multipliers.abs().sum()
 
 
 @pytest.mark.parametrize("m", [2, 3, 5, 8])

@@ -104,6 +104,8 @@ def test_the_residual_is_rounding_from_few_rows_to_many(m, lean):
     J = torch.randn(m, 2 * m, generator=generator, dtype=torch.float64)
     J = J + lean * torch.randn(2 * m, generator=generator, dtype=torch.float64)
     w = jd.aggregate(jd.nash_mtl(max_norm=0), J).weights
+    for huge in (1e200, 10**20):
+        torch.testing.assert_close(jd.aggregate(jd.nash_mtl(max_norm=huge), J).weights, w)
     # What sums may round off in `w_i <g_i, sum_j w_j g_j>`, which is one.
     check_within(w * (J @ J.T @ w), torch.ones(m), 4 * sum(J.shape) * eps() * w * (J.abs() @ (J.abs().T @ w)))
 

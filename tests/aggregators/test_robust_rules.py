@@ -37,6 +37,15 @@ def test_the_rows_of_the_lowest_scores_count_the_same(problem):
     assert torch.equal(weights, torch.tensor(expected, dtype=torch.float64))
 
 
+def test_of_two_rows_that_are_nearest_to_each_other_the_first_counts():
+    many = torch.stack([random_rows(4, 11, seed=seed) for seed in range(50)])
+    swept = torch.vmap(lambda J: jd.aggregate(jd.krum(1), J).weights)(many)
+    for J, weights in zip(many, swept, strict=True):
+        nearest = torch.cdist(J, J).fill_diagonal_(torch.inf).argmin()
+        for found in (weights, jd.aggregate(jd.krum(1), J).weights):
+            assert found.argmax() == min(divmod(int(nearest), 4))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_median_of_low_precision_has_weights_in_float32(dtype):
     J = random_rows(5, 6).to(dtype)

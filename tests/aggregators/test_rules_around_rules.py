@@ -78,6 +78,8 @@ def test_normalized_composes():
     with pytest.raises(ValueError, match=r"^normalized: rule must be for all parameters, found a rule by groups"):
         aggregators.normalized(grouped)
     assert jd.aggregate(aggregators.normalized(jd.mgda(), "loss"), ROWS, losses=-LOSSES).direction.isnan().all()
+    unit = aggregators.normalized(jd.gradnorm())  # whose norms are all one: rounding rows to float32 tells nothing
+    assert not jd.aggregate(unit, ROWS.float(), losses=torch.ones(len(ROWS))).state.logits.any()
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=4), st.floats(0.1, 10.0))

@@ -176,6 +176,7 @@ def test_factories_take_the_arguments_of_torchs():
         lambda: torch.empty(3).normal_(0, -1),
         lambda: torch.empty(3, dtype=torch.int64).normal_(),
         lambda: torch.empty(3).uniform_(2, 1),
+        lambda: torch.empty(3).uniform_(-3e38, 3e38),
         lambda: torch.bernoulli(x, 2.0),
         lambda: torch.bernoulli(x, -0.1),
         lambda: torch.empty(2).bernoulli_(-0.1),

@@ -218,7 +218,8 @@ def test_fold_in_is_its_definition(seed, number):
     words[:1] += np.array([number % 2**64], np.uint64) * np.array([streams.ROOT % 2**64], np.uint64)  # modulo 2^64
     expected = stream(torch.from_numpy(words.view(np.int64)), 2, 0)
     assert np.array_equal(random.fold_in(key, number).numpy().view(np.uint64), expected)
-    assert torch.equal(random.fold_in(key, torch.tensor(number)), random.fold_in(key, number))
+    for same in (torch.tensor(number), np.int64(number)):
+        assert torch.equal(random.fold_in(key, same), random.fold_in(key, number))
 
 
 def test_folded_keys_never_collide():
