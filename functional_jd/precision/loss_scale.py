@@ -218,8 +218,8 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
 
 
 def unscaled_rows(rows: list[Any], scale: Tensor) -> list[Any]:
-    """Rows divided by the loss scale `[]` or `[m]`, in at least float32: each in the place of the other in the list,
-    so that both are never in memory together.
+    """Rows divided by the loss scale `[]` or `[m]`, in at least float32: each replaces the other in the list, so that
+    both are never in memory together.
     """
     present = [index for index, row in enumerate(rows) if row is not None]
     if under_transform() or not present or rows[present[0]].is_cpu or scale.requires_grad:

@@ -22,7 +22,7 @@ _LEAST_SIZE = 16
 
 def solve_in_one_launch(matrix: Tensor, offset: Tensor, allowed: Tensor, inverses: bool) -> tuple[Tensor, Tensor]:
     """Solve the problems of `linear_complementarity`, `[b, m, m]` and `[b, k, m]`, without a synchronization. Returns
-    s, NaN where it is no solution; and the inverses of the active parts, else zero, `[b, k, m, m]`, or empty.
+    s, NaN if none was found; and the inverses of the active parts, else zero, `[b, k, m, m]`, or empty.
     """
     b, k, m = offset.shape
     s = torch.empty_like(offset, memory_format=torch.contiguous_format)

@@ -44,7 +44,7 @@ def solve_by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool = True) -> t
     """Solve the problems of `linear_complementarity`, one for each matrix.
 
     With `looks`, it stops when all problems are solved; else it takes `8 m + 24` steps, looks at no value, and lets no
-    row take the place of another. Returns s, `[n, m]`, NaN where it is no solution; and the inverses of the active
+    row take the place of another. Returns s, `[n, m]`, NaN if none was found; and the inverses of the active
     parts of M, else zero, `[n, m, m]`.
     """
     found, left = _by_one_tableau(M, q, free, torch.zeros_like(q), looks), torch.arange(len(q), device=q.device)

@@ -81,8 +81,7 @@ def _search(
         return ((beta * v).sum(-1, keepdim=True) + c * _norm(C, v)) / (rho * v).sum(-1, keepdim=True)
 
     allowed = torch.ones_like(rho, dtype=torch.bool).unsqueeze(-2)
-    products = rho.unsqueeze(-1) * rho.unsqueeze(-2)
-    nearest = solution(C + products, -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
+    nearest = solution(C + rho.unsqueeze(-1) * rho.unsqueeze(-2), -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
     stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
     tau = torch.minimum(((beta + c) / rho).amin(-1, keepdim=True), torch.where(stationary, 0, bound(nearest)))
     eye = torch.eye(m, dtype=C.dtype, device=C.device)

@@ -198,7 +198,7 @@ def show_to_compiled_modes(functions: Iterable[Any]) -> None:
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` whose ops a mode receives one by one, for which torch has no public way."""
+    """A function of `torch.nn.functional` whose ops a mode receives one by one. Torch has no public way."""
     ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}
     if ignored.keys().isdisjoint(getattr(getattr(f, "__code__", None), "co_names", ())):
         return Missing(f"overrides.has_torch_function in nn.functional.{f.__name__}", "what is drawn or recorded in it")

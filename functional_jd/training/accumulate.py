@@ -152,8 +152,8 @@ def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tr
 
 
 class _Left(NamedTuple):
-    """What is left of the parts: which losses and rows are finite in all, and which rows overflow in none, bool of the
-    scale's shape; whether all losses are finite; and the share of the parts.
+    """The outcome of leaving out parts: which losses and rows are finite in all, and which rows overflow in none, bool
+    of the scale's shape; whether all losses are finite; and the share of the parts.
     """
 
     finite: Tensor
@@ -169,7 +169,7 @@ class _Left(NamedTuple):
 
 
 def _left(verdicts: list[list[Tensor]], group: Any) -> _Left:
-    """The outcome of leaving out parts, on all ranks together."""
+    """The outcome on all ranks together."""
     finite, sound, known, moved = map(torch.stack, zip(*verdicts, strict=True))
     flags, share = [x.all(0) for x in (finite, sound, known)], moved.to(widest(moved.device)).mean()
     if group is not None:
@@ -189,7 +189,7 @@ class _Run(NamedTuple):
     def summed(
         self, find: Callable[[Plan], tuple[Any, Losses, Any, Tensor | None]], *, joined: bool = False
     ) -> tuple[Any, Losses, _Left | None, Tree]:
-        """The means of what `find` returns first and of the losses, of examples sums or all; what is left; buffers."""
+        """The means of the first that `find` returns and of losses, of examples sums or all; the outcome; buffers."""
         total, each, many, verdicts, buffers, examples = None, [], [], [], self.buffers, False
         for part in self.parts:
             plan, before = self.plan_of(part, buffers), buffers

@@ -126,7 +126,7 @@ def weights_and_memory(plan: Plan, seen: Observation, state: Tree, replicate: An
 
 
 def memory_after(taken: Tensor, memory: Tree, before: Tree, *, given: Tree) -> Tree:
-    """What a rule remembers; if a batch is not taken, what was given, such as None."""
+    """The memory of a rule; if a batch is not taken, the one that was given, such as None."""
     if given is None and tree_leaves(memory) and not under_transform() and is_concrete(taken) and not taken:
         return None
     return select(taken, memory, before) if tree_leaves(memory) else memory

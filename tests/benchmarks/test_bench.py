@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import memory
@@ -39,25 +38,6 @@ def test_it_runs_from_end_to_end(tmp_path):
     assert min(half["memory"].values()) > 0
     reached = [figure["reached"] for race in record["races"] for figure in race["figures"]]
     assert f"{sum(reached)} of {len(reached)} goals reached" in done.stdout
-
-
-def test_only_what_is_named_runs_and_graphs_only_by_name():
-    pytest.importorskip("torchjd")
-    # By its path: Opacus, a peer, installs a package that is called benchmarks, too.
-    spec = spec_from_file_location("bench", Path(__file__).with_name("__main__.py"))
-    bench = module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    _chosen, _options = bench._chosen, bench._options
-
-    def chosen(*names):
-        return {(case.table, case.name) for case in _chosen(_options(["--toy", *names]))}
-
-    assert {table for table, _ in chosen()} == {"as run"}
-    assert chosen("--only", "compiled", "MLP") == {("compiled", "MLP"), ("compiled", "MLP, each")}
-    assert chosen("--only", "as run", "T=32") == {("as run", "MLP"), ("as run", "transformer")}
-    assert chosen("--only", "float16", "conv") == {("as run", "conv"), ("as run", "conv, each")}
-    with pytest.raises(SystemExit, match=r"no case has all of float8.*as run"):
-        chosen("--only", "float8")
 
 
 def test_the_other_tables_are_filled(monkeypatch, capsys, tmp_path):
@@ -176,36 +156,6 @@ def test_steps_are_those_of_the_peer(kind):
     assert (limit(make, "float32") is None) == (kind == "examples")
     sides = races_of("compiled", toy=True)[0].build()
     assert list(sides) == ["JD", "plain", "limit", "plain compiled", "ours", "mean"]
-
-
-def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
-    times = {"JD": 0.004, "ours": 0.003, "plain": 0.001}
-    ratios = {"operators/JD": [0.5, 0.55, 0.6]}
-    ratios |= {"ours/JD": [0.7, 0.75, 0.8], "ours/plain": [2.9, 3.0, 3.1], "ours/limit": [1, 1.5, 2]}
-    figure = {"ours": "ours", "against": "JD", "goal": 0.7, "reached": False}
-    row = {"table": "as run", "name": "MLP", "size": "T=2", "seconds": times, "ratios": ratios}
-    row |= {"memory": {"JD": 100, "ours": 50}, "figures": [figure]}
-    half = row | {
-        "size": "T=2 bfloat16",
-        "ratios": {"ours/JD": [1, 1.25, 1.5]},
-        "figures": [figure | {"reached": True}],
-    }
-    ratios = {"ours/JD": [0.4, 0.45, 0.5], "ours/plain": [1.1, 1.2, 1.3], "ours/plain compiled": [1, 2, 3]}
-    graph = row | {"table": "compiled", "ratios": ratios}
-    (tmp_path / "bench.json").write_text(json.dumps({"races": [row, half, graph]}))
-    marks = [mark.format(name) for name in page.TABLES for mark in (page.BEGIN, page.END)]
-    text = tmp_path / "page.md"
-    text.write_text("before\n" + "\nstale\n".join(marks) + "\nafter\n")
-    for _ in range(2):  # what was written before is replaced
-        page.main([str(tmp_path / "bench.json"), "--pages", str(text)])
-    lines = text.read_text().splitlines()
-    assert "| MLP, 2 tasks | 3.0 | 0.75 | 1.25 | - | - | 0.70 | 0.45 | 0.70 | 0.5 |" in lines
-    assert "| MLP, 2 tasks | 3.0 | 3.00 | 1.20 | 0.75 | 0.45 | 0.5 |" in lines
-    assert "| MLP, 2 tasks | 0.75 | 0.55 | 3.00 | - |" in lines
-    assert "| MLP, 2 tasks | 3.00 | 1.20 | - | - | 1.50 | - |" in lines
-    assert "Goals reached: 1 of 2 eager and 0 of 1 compiled." in lines
-    assert (lines[0], lines[-1]) == ("before", "after")
-    assert sum(line.startswith("| MLP") for line in lines) == 4
 
 
 def test_the_chart_shows_the_figures_of_the_table(tmp_path):

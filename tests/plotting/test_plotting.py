@@ -21,11 +21,10 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from matplotlib.path import Path as Outline
-from matplotlib.text import Annotation, Text
-from mpl_toolkits.mplot3d import proj3d
+from matplotlib.text import Annotation
 
 from functional_jd.plotting.directions import _faces
-from functional_jd.plotting.style import look, quiet
+from functional_jd.plotting.style import look
 
 CONFLICTED = torch.tensor([[3.0, 1.0], [-2.0, 1.0]], dtype=torch.float64)
 SPATIAL = torch.tensor([[2.0, 0.3, 0.2], [-1.0, 1.5, 0.1], [0.1, -0.8, 1.8]], dtype=torch.float64)
@@ -182,20 +181,6 @@ def test_rows_are_arrows_with_names():
         assert low < column.min() <= column.max() < high
 
 
-@pytest.mark.parametrize(("elev", "azim"), [(0, 0), (10, 75), (35, -140), (-50, 20), (89, 5)])
-def test_names_in_space_stand_beside_the_tips(elev, azim):
-    figure, ax = plt.subplots(subplot_kw={"projection": "3d", "elev": elev, "azim": azim})
-    plotting.cone(SPATIAL, ax=ax, names=["a", "a long name", "the longest of all names"])
-    figure.canvas.draw()
-    for row, text in zip(SPATIAL.tolist(), ax.texts, strict=True):
-        places = [proj3d.proj_transform(*end, ax.get_proj())[:2] for end in ((0, 0, 0), row)]
-        arrow, (x, y) = ax.transData.transform(places), places[1]
-        text.set(x=x, y=y)  # where it is drawn
-        box = Text.get_window_extent(text)
-        assert not Outline(arrow).intersects_bbox(box, filled=False)
-        assert 3 < np.linalg.norm(np.clip(arrow[1], box.min, box.max) - arrow[1]) < 20
-
-
 rows_on_the_plane = st.lists(st.tuples(*[st.integers(-4, 4)] * 2), min_size=1, max_size=4)
 
 
@@ -225,15 +210,6 @@ def test_the_faces_in_space_are_bounded_by_the_rays_of_the_dual_cone():
         assert len(beside) == 2
         for ray in beside:
             assert np.linalg.norm(face - length * ray, axis=1).min() < 1e-2 * length
-
-
-def test_a_view_that_was_chosen_stays():
-    def space(**view):
-        return plt.subplots(subplot_kw={"projection": "3d", **view})[1]
-
-    kept, turned = plotting.cone(SPATIAL, ax=space(elev=10, azim=20)), plotting.cone(SPATIAL, ax=space())
-    assert (kept.elev, kept.azim) == (10, 20)
-    assert (turned.elev, turned.azim) != (30, -60)
 
 
 def test_few_long_rows_are_drawn_in_their_span():
@@ -314,14 +290,6 @@ def test_losses_in_one_tensor_are_numbered_and_many_are_drawn_alike():
     ax = plotting.history(many)[0]
     assert _labels(ax) == ["one objective", "median of 31"]
     np.testing.assert_allclose(_lines(ax)["median of 31"].get_ydata(), table.median(1).values)
-
-
-def test_axes_are_logarithmic_where_that_helps():
-    infos = [info._replace(weights=torch.tensor([1.0, 1e6 * (k + 1)])) for k, info in enumerate(_infos(60))]
-    assert [ax.get_yscale() for ax in plotting.history(infos)] == ["log"] * 2
-    assert plotting.history(infos[:3])[0].get_yscale() == "linear"
-    signed = [info._replace(weights=torch.tensor([-1.0, 1e6])) for info in infos]
-    assert plotting.history(signed)[1].get_yscale() == "linear"
 
 
 def test_gramians_in_the_infos_give_norms_and_conflicts():
@@ -434,27 +402,6 @@ def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
         level = contours.levels[3]
         for x, y in contours.get_paths()[3].vertices[::50]:
             assert _bowls(x, y)[index] == pytest.approx(level, rel=1e-2)
-
-
-def test_trajectories_can_be_lean_and_rules_run_with_the_problems_own_settings():
-    problem = plotting.quadratics()._replace(steps=2)
-    ax = plotting.trajectories(problem, {"mgda": jd.mgda()}, contours=False, legend=False)
-    assert not ax.collections
-    assert ax.get_legend() is None
-    expected = plotting.descend(problem, jd.mgda()).points[:, 0]
-    np.testing.assert_array_equal(_lines(ax)["mgda"].get_xydata(), expected)
-    assert _labels(plotting.trajectories(problem, {}, contours=False)) == ["Pareto set", "start"]
-
-
-def test_a_legend_is_made_again_after_drawing_more():
-    ax = plotting.history(ENTRYWISE)[0]
-    before = ax.get_legend().get_window_extent().x0
-    ax.plot([0, 11], [1.0] * 2, label="peer", **look(2))
-    quiet(ax, ylabel="loss")
-    plotting.legend(ax)
-    assert _labels(ax) == ["a", "b", "skipped", "peer"]
-    assert ax.get_legend().get_window_extent().x0 == before
-    assert ax.get_lines()[-1].get_color() == plotting.PALETTE[2]
 
 
 # The front
