@@ -15,8 +15,7 @@ _copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given:
 _SMALL, _SMALL_ELSEWHERE = 1 << 10, 1 << 20
 # Of these, a product with 1 is a copy in CUDA: a NaN may become another one. Other devices may flush tiny numbers.
 _COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32}
-# Tensors of up to so many elements are joined for one `torch.where`.
-_CHOSEN = 1 << 14
+_CHOSEN = 1 << 14  # elements, at most, of tensors that are joined for one `torch.where`
 
 
 def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:

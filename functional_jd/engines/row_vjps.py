@@ -27,8 +27,7 @@ Rows: TypeAlias = list[Tensor | None]
 
 Result = TypeVar("Result")
 
-# Elements of the cotangents that the loop makes at once.
-_COTANGENTS = 1 << 16
+_COTANGENTS = 1 << 16  # elements of the cotangents that the loop makes at once
 
 LOOP = "differentiates one row after the other, which takes m backward passes"
 

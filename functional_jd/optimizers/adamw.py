@@ -128,7 +128,7 @@ def adamw(
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
         count = steps.to(widest(steps.device))
         step_size, correction = rate / (1 - b1**count), (1 - b2**count).sqrt()
-        decay = weight_decay.to(count) if isinstance(weight_decay, Tensor) else weight_decay
+        decay = weight_decay.to(widest(weight_decay.device)) if isinstance(weight_decay, Tensor) else weight_decay
 
         def moved(p: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             d = at_least_float32(d.to(p.dtype))

@@ -53,7 +53,7 @@ def linear_complementarity(
 
     Returns:
         float64 `[*, k, m]`, non-negative up to rounding. If several s solve the problem, `M s` is the same for all
-        of them. A row is NaN where `M s + q` is not finite.
+        of them. A row is NaN where `M s + q` is not finite, or below zero by half of the digits.
 
     Guarantees:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. The error e, measured as

@@ -47,26 +47,31 @@ def solve_by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool = True) -> t
     row take the place of another. Returns s, `[n, m]`, NaN if none was found; and the inverses of the active
     parts of M, else zero, `[n, m, m]`.
     """
-    found, left = _by_one_tableau(M, q, free, torch.zeros_like(q), looks), torch.arange(len(q), device=q.device)
-    for _ in range((_TABLEAUS if looks else _BLIND_TABLEAUS) - 1):
+    found, left = _by_one_tableau(M, q, free, torch.zeros_like(q), looks, looks), torch.arange(len(q), device=q.device)
+    tableaus = _TABLEAUS if looks else _BLIND_TABLEAUS
+    for k in range(1, tableaus + looks):
+        again = k < tableaus  # the last one begins anew, and no row takes the place of another
         if looks:
-            left = (~found[2]).squeeze(-1).nonzero().squeeze(-1)
-        if not len(left):
-            break
-        new = _by_one_tableau(M[left], q[left], free[left], found[0][left], looks)
-        found = [x.index_copy(0, left, y) for x, y in zip(found, new, strict=True)]
-    wrong = free & (q + matvec(M, found[0]) < -(TOLERANCE**0.5))
-    return found[0].masked_fill(wrong.any(-1, keepdim=True), torch.nan), found[1]
+            left = (~found[2] if again else _is_wrong(M, q, free, found[0])).squeeze(-1).nonzero().squeeze(-1)
+        if len(left):
+            new = _by_one_tableau(M[left], q[left], free[left], found[0][left] * again, looks, looks and again)
+            found = [x.index_copy(0, left, y) for x, y in zip(found, new, strict=True)]
+    return found[0].masked_fill(_is_wrong(M, q, free, found[0]), torch.nan), found[1]
 
 
-def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _is_wrong(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:
+    """Whether signs are wrong to half of the digits, `[n, 1]`."""
+    return (free & (q + matvec(M, s) < -(TOLERANCE**0.5) * (1 + s.sum(-1, keepdim=True)))).any(-1, keepdim=True)
+
+
+def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool, replaces: bool) -> list[Tensor]:
     """Multipliers, inverses, and whether solved, `[n, 1]`, from a tableau of M, and multipliers s to begin with."""
     m = q.shape[-1]
     found = M, q, torch.zeros_like(free), s.clamp(min=0)
     pending = s > 0
     moving, places = torch.ones_like(pending[:, :1]), torch.arange(m, device=q.device)
     for _ in range(4 * m + 12):
-        found, pending, moving = _step(found, pending, free, places, q if looks else None)
+        found, pending, moving = _step(found, pending, free, places, q if replaces else None)
         if looks and not moving.any():
             break
     tableau, _, active, s = found
@@ -76,15 +81,9 @@ def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) 
         s = s - matvec(inverse, torch.where(active, w, 0))
         w = q + matvec(M, s)
     limit = TOLERANCE * (1 + s.sum(-1, keepdim=True))
-    depends = tableau.diagonal(dim1=-2, dim2=-1) <= least_pivot(m)
-    least = -torch.where(depends, limit + _distance(q, s), limit)
-    wrong = torch.where(active, (s < -limit) | (w.abs() > limit), free & (w < least))
-    return torch.where(moving, before, s), inverse, ~(moving | wrong.any(-1, keepdim=True))
-
-
-def _distance(q: Tensor, s: Tensor) -> Tensor:
-    """How far below zero a row may be that counts as dependent, if `M s + q` vanishes on F, `[n, 1]`."""
-    return (-least_pivot(q.shape[-1]) * (q * s).sum(-1, keepdim=True)).clamp(min=0).sqrt()
+    outside = free & (tableau.diagonal(dim1=-2, dim2=-1) > least_pivot(m))
+    wrong = torch.where(active, (s < -limit) | (w.abs() > limit), outside & (w < -limit))
+    return [torch.where(moving, before, s), inverse, ~(moving | wrong.any(-1, keepdim=True))]
 
 
 def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor, q: Tensor | None) -> _Stepped:
@@ -99,7 +98,9 @@ def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor, q: Ten
     chosen = torch.where(waiting, pending, torch.where(walking, negative, enters))
     score = torch.where(waiting, -pivots, torch.where(walking, s / (s - t).clamp(min=1e-300), t))
     new, slope = None, t
-    if q is not None and (low := below & (t < -_distance(q, s)) & ~(waiting | walking | chosen.any(-1, True))).any():
+    # So far below zero may a row be that counts as dependent, as `M s + q` vanishes on F.
+    far = None if q is None else (-least * (q * s).sum(-1, keepdim=True)).clamp(min=0).sqrt()
+    if far is not None and (low := below & (t < -far) & ~(waiting | walking | chosen.any(-1, True))).any():
         new = low & (places == t.masked_fill(~low, torch.inf).argmin(-1, keepdim=True))
         slope, replaces = (tableau * new.unsqueeze(-2)).sum(-1) * active, new.any(-1, keepdim=True)
         chosen, score = torch.where(replaces, slope < 0, chosen), torch.where(replaces, -s / slope, score)

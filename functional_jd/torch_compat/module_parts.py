@@ -19,9 +19,7 @@ class Place(NamedTuple):
 
 
 class ModuleParts:
-    """The parts of a module, read once: where its tensors stand, at several places if they are shared; its embeddings,
-    with the names of their weights; the names of the parameters of recurrent layers; and the ids of all parts.
-    """
+    """The parts of a module, read once: places of tensors, embeddings, recurrent layers, and the ids of all parts."""
 
     def __init__(self, module: nn.Module):
         self.param_names = [name for name, _ in module.named_parameters()]
@@ -47,16 +45,15 @@ class ModuleParts:
         ordinary = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
         self.attributes = [vars(part) for part in ordinary]
         are_torchs = [type(part).__module__.startswith("torch.nn.modules.") for part in ordinary]
-        pairs = zip(are_torchs, self.attributes, strict=True)  # layers of torch get tensors by new attributes alone
-        self.known = [len(x) if is_torchs and not _tensors_in(_own_values(x)) else 0 for is_torchs, x in pairs]
+        self.known = [own and _has_settings(x) and len(vars(x)) for own, x in zip(are_torchs, ordinary, strict=True)]
         self.contents = [(part, _contents(part)) for part in ordinary]
         self.buffers = [
             (part, home := part._buffers, set(home), {name for name, x in home.items() if x is not None})  # pyright: ignore[reportPrivateUsage]
             for part in ordinary
         ]
         functions = [x.__module__ for part in parts.values() for x in vars(part).values() if callable(x)]
-        own = all(str(name).startswith("torch.") for name in functions)
-        self.are_torchs = own and all(are_torchs) and len(ordinary) == len(parts)
+        own = [str(name).startswith("torch.") for name in functions]
+        self.are_torchs = all([*own, *are_torchs, len(ordinary) == len(parts)])
 
     def check(self) -> None:
         """Raise if a part has other parameters or children than when it was read, or a new buffer that it saves. Other
@@ -99,9 +96,15 @@ class ModuleParts:
         return _tensors_in(value for x in changed for value in _own_values(x))
 
 
+def _has_settings(part: nn.Module) -> bool:
+    """Whether a layer of torch has only attributes that its class declares, without tensors: new ones hold those."""
+    declared = {x for kind in type(part).__mro__ for at in _DECLARED for x in vars(kind).get(at, ())}
+    return {*vars(part)} <= declared | _STANDARD and not _tensors_in(_own_values(vars(part)))
+
+
 def _own_values(attributes: dict[str, Any]) -> Iterable[Any]:
     """The values without those that every module has, which hold no tensors of the forward pass."""
-    return map(attributes.__getitem__, attributes.keys() - _STANDARD)
+    return map(attributes.__getitem__, {*attributes} - _STANDARD)
 
 
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:
@@ -119,7 +122,7 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-_LONG = 1000
+_LONG, _DECLARED = 1000, ("__annotations__", "__constants__")
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, deque))
 _STANDARD = frozenset(vars(nn.Module()))
 _HOOKS = ["forward", *(name for name in _STANDARD if "forward" in name and name.endswith("hooks"))]

@@ -29,8 +29,8 @@ class RecomputedMode(TorchFunctionMode):
 
     def note_checkpoints(self, *, innermost: bool = False) -> None:
         """Make the checkpoint around this op, if it began inside this mode, run again under a mode of this class.
-        It goes around those that were noted before, since inner modes receive an op first; or inside, if `innermost`.
-        A checkpoint inside another one calls `torch.empty` before it begins, so that no checkpoint is missed.
+        It goes around those noted before, since inner modes receive an op first; or inside, if `innermost`. A
+        checkpoint in another one calls `torch.empty` before it begins, so that none is missed.
         """
         hook = _checkpoint_hook()
         if hook is self.seen:

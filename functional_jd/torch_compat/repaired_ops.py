@@ -59,14 +59,8 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *how: Any, **named: Any) -> Tensor:
-    """The one of `torch.nn.functional`. Outside of vmap, torch's derivatives take `padding_idx` for the first example
-    alone, and count the frequencies of all examples.
-    """
-    by_frequency = named.pop("scale_grad_by_freq", how[2] if len(how) > 2 else False)  # after max_norm and norm_type
-    found = nn.functional.embedding(input, weight, padding_idx, *how[:2], **named)
-    if by_frequency:
-        shares = found / (input.flatten() == input.unsqueeze(-1)).sum(-1, keepdim=True)
-        found = found.detach() + (shares - shares.detach())
+    """The one of `torch.nn.functional`. A vmap of its weight keeps the `padding_idx` of the first example alone."""
+    found = nn.functional.embedding(input, weight, padding_idx, *how, **named)
     if padding_idx is None or not (torch.compiler.is_compiling() or is_wrapped(weight)):
         return found
     return torch.where((input == padding_idx % weight.shape[0]).unsqueeze(-1), found.detach(), found)
@@ -77,10 +71,16 @@ def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *how: Any
     return embedding(indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *how, **named)
 
 
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """The one of `torch.nn.functional`, whose derivative is wrong in two vmaps of the same size."""
+    return torch.where(input > 0, input, weight.reshape([-1, *[1] * (input.ndim - 2)] if input.ndim else []) * input)
+
+
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
     nn.functional.embedding: embedding,
     torch.embedding: _embedding,
+    **dict.fromkeys((nn.functional.prelu, torch.prelu, Tensor.prelu), prelu),
     **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), select_scatter),
     nn.functional.one_hot: one_hot,
 }
@@ -107,9 +107,8 @@ def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
 
 
 class SeparateNormAffine(RecomputedMode):
-    """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
-    If rows are differentiated together, torch treats the mean, deviation or norm that such a layer saved as
-    constants: derivatives of the rows would be wrong (functorch#534).
+    """Runs norm layers with weight and bias by separate ops, and `weight_norm` as plain ops: if rows are differentiated
+    together, torch takes saved means, deviations and norms for constants (functorch#534).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,8 +123,8 @@ def _apart(norm: Callable[..., Tensor], names: str, *, by_channel: bool = True) 
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(names.split(), args, strict=False)) | kwargs
-        weight, bias = given.pop("weight", None), given.pop("bias", None)
-        plain = norm(**given)
+        weight, bias = given.get("weight"), given.get("bias")
+        plain = norm(**given | {"weight": None, "bias": None})
         ones = [1] * (plain.ndim - 2 if by_channel else 0)
         y = plain if weight is None else plain * weight.reshape(*weight.shape, *ones)
         return (y if bias is None else y + bias.reshape(*bias.shape, *ones)).to(plain.dtype)
@@ -138,10 +137,13 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 _F = nn.functional
-_STATISTICS = "input running_mean running_var weight bias"
-_BATCH_NORM = f"{_STATISTICS} training momentum eps"
+_BATCH_NORM = "input running_mean running_var weight bias training momentum eps"
+_OF_TORCH = "input weight bias running_mean running_var training momentum eps cudnn_enabled"
 _NORMS: dict[Any, Callable[..., Tensor]] = {
     _F.layer_norm: _apart(_F.layer_norm, "input normalized_shape weight bias eps", by_channel=False),
+    torch.layer_norm: _apart(torch.layer_norm, "input normalized_shape weight bias eps cudnn_enable", by_channel=False),
+    torch.batch_norm: _apart(torch.batch_norm, _OF_TORCH),
+    torch.instance_norm: _apart(torch.instance_norm, _OF_TORCH.replace("training", "use_input_stats")),
     _F.batch_norm: _apart(_F.batch_norm, _BATCH_NORM),
-    _F.instance_norm: _apart(_F.instance_norm, f"{_STATISTICS} use_input_stats momentum eps"),
+    _F.instance_norm: _apart(_F.instance_norm, _BATCH_NORM.replace("training", "use_input_stats")),
 }

@@ -61,8 +61,8 @@ _IN_PLACE = {
 
 @dataclass(eq=False)
 class StateJournal:
-    """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
-    `Watch(journal)` receives the ops and hands them to `note`. `averages` are the statistics that normalization moves.
+    """Keeps what losses change in place, so that an evaluation can be undone. `Watch(journal)` hands ops to `note`.
+    `averages` are the statistics that normalization moves.
     """
 
     # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
@@ -101,9 +101,8 @@ class StateJournal:
 
 
 class Watch(TorchFunctionMode):
-    """A mode that sees every op, for what cannot be known without. The journal notes what is changed in place.
-    With `examples`, it watches the loss of one example. The innermost `torch.vmap`, if there is one, then stands for a
-    loop over examples, and batch normalization of a batch of one raises.
+    """A mode that sees every op. The journal notes changes in place. With `examples`, it watches the loss of one: the
+    innermost `torch.vmap`, if there is one, stands for a loop over examples, and BatchNorm of one example raises.
     """
 
     def __init__(self, journal: StateJournal | None, *, examples: bool = False):
@@ -136,8 +135,8 @@ class Watch(TorchFunctionMode):
 def watched(
     f: Callable[..., Any], journal: StateJournal | None = None, *, examples: bool = False, recorder: Any = None
 ) -> Callable[..., Any]:
-    """A function under the modes that must receive its ops, mostly none. `journal` notes what `f` changes in place, for
-    `attempt`; `examples`: `f` is the loss of one example; the `recorder` receives the ops first, and calls its `watch`.
+    """A function under the modes that must receive its ops, mostly none. `journal` notes changes in place; `examples`:
+    `f` is the loss of one example; the `recorder` receives the ops first, and calls its `watch`.
     """
 
     def run(*args: Any) -> Any:

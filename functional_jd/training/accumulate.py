@@ -26,7 +26,6 @@ from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_buffers, check_learning, detach_parameters, undone
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
-from functional_jd.training.state import warn
 from functional_jd.training.weights import memory_after
 
 
@@ -105,7 +104,7 @@ def accumulate(
     plan = plan_of(parts[0], buffers)
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     group = replicas.group_of_ranks(group, losses, own)
-    _check_parts(plan, parts, skip, group)
+    _check_examples(plan, skip, group)
     if state is None:
         check_learning(plan, buffers, training=False)
         if group is not None:
@@ -131,7 +130,7 @@ def accumulate(
     return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *after)
 
 
-def _check_parts(plan: Plan, parts: list[Any], skip: str, group: Any) -> None:
+def _check_examples(plan: Plan, skip: str, group: Any) -> None:
     given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
     wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
     if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
@@ -139,10 +138,6 @@ def _check_parts(plan: Plan, parts: list[Any], skip: str, group: Any) -> None:
             f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
             "use step with replicated(group=group)."
         )
-    sizes = {tuple([x.shape[0] for x in tree_leaves(part) if isinstance(x, Tensor) and x.ndim]) for part in parts}
-    if len(sizes) > 1 and not (plan.kind.rows_are_examples or torch.compiler.is_compiling()):
-        found = f"found first dimensions {' and '.join(map(str, sorted(sizes)))}"
-        warn(f"{here()}: parts must be equally large, {found}, of which examples of the smallest count most.")
 
 
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:

@@ -171,8 +171,8 @@ def _check_reached(
 
 def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tree) -> None:
     """Warn of running statistics that normalization moved, and of other buffers, that the losses do not return."""
-    passed_on = [call.buffers for call in calls]  # to a later call of a module, which returns them
-    kept = [x for x in tree_leaves((returned, passed_on)) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    used = returned, [call.buffers for call in calls if call.moved()]  # by a later call, too
+    kept = [x for x in tree_leaves(used) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
     memory = {_memory(x) for x in kept} - {None}  # a row of a returned buffer comes back with it
 
     def is_lost(x: Tensor) -> bool:

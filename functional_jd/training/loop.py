@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.views import loss_vector
 from functional_jd.core.arguments import check_flag, check_function, check_integer, here, refuse
-from functional_jd.core.tree import all_finite, tree_names
+from functional_jd.core.tree import all_finite, tree_leaves, tree_names
 from functional_jd.core.types import Losses
 from functional_jd.torch_compat.callers import user_level
 from functional_jd.torch_compat.torch_internals import vmaps_inside
@@ -196,7 +196,8 @@ class SkipWatch:
 
     def follow(self, scale: Any, state: Any, info: Any) -> None:
         """Count a step, given the scale before it. Raise TrainingStalled for the last of `patience` skipped steps."""
-        if vmaps_inside(0) or {"losses", "weights", "finite", "moved"} - {*getattr(info, "_fields", ())}:
+        shown = tree_leaves([getattr(info, name, "") for name in ("losses", "weights", "finite", "moved")])
+        if vmaps_inside(0) or not all(isinstance(x, Tensor) for x in shown):
             return
         names, before = tree_names(info.losses), self.names
         if before and names != before:  # of which a rule without a memory cannot tell
@@ -235,11 +236,12 @@ class SkipWatch:
                 "losses and rows were finite and the weights of the rule were not, for the losses "
                 f"{', '.join(f'{x:.4g}' for _, x in losses)}. Some rules need positive losses"
             )
+        elif info.finite.all():
+            found = "parameters in float16 would overflow: lower the rate, or keep them in float32"
         else:
             found = (
                 "losses were finite and derivatives were not: diagnose(jacobian) names the row, or none if only the "
-                "sum of weighted rows overflows. The unused branch of torch.where has a derivative too: replace its "
-                "argument as well"
+                "sum overflows. The unused branch of torch.where has a derivative too: replace its argument as well"
             )
         if info.finite.shape == (len(losses),):
             counts = (~torch.stack([finite for _, finite, _ in self.run])).sum(0).tolist()

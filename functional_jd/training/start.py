@@ -17,7 +17,7 @@ from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_functorch
+from functional_jd.torch_compat.torch_internals import has_values, under_functorch
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_buffers, check_learning, check_ranks, detach_parameters, keys_of, undone
 from functional_jd.training.driver import check_method, prepare, started
@@ -98,7 +98,8 @@ def train_state(
 
 def _check_losses(aggregator: Aggregator, losses: Losses, memory: Tree) -> None:
     """Raise ValueError for the first loss that the rule cannot take, or remember, where values are known."""
-    if not (aggregator.takes or tree_leaves(memory)) or torch.compiler.is_compiling() or under_functorch():
+    known = not (torch.compiler.is_compiling() or under_functorch()) and all(map(has_values, tree_leaves(losses)))
+    if not known or not (aggregator.takes or tree_leaves(memory)):
         return
     values = named_values(losses)
     lost = [(objective, value) for objective, value in values if not math.isfinite(value)]

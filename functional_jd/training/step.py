@@ -56,8 +56,8 @@ def step(
             without effect (`noised`). Never because of values.
 
     Guarantees:
-        Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
-        skipped step changes nothing but the scale.
+        Pure. A step is skipped unless every loss, every row and the direction are finite, if a weight is NaN, and if
+        parameters in float16 would overflow. A skipped step changes nothing but the scale.
         Each row's scale follows its own flag. A loss that is not finite flags itself alone, and no scale moves. One
         backward pass for all rows, as `weighted_engine` takes it, has one flag for all.
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
@@ -105,7 +105,7 @@ def step(
         direction = direction if token is None else zeros_unless(moved, direction)
         params, moments = update(direction, used.optimizer, used.params)
         if narrow:  # a finite direction may be infinite in float16
-            info = info._replace(moved=(moved := moved & all_finite(params)))
+            info = info._replace(moved=(moved := moved & (all_finite(params) | ~all_finite(used.params))))
         for leaf in tree_leaves(params) if plain and torch.is_grad_enabled() else ():
             if leaf.requires_grad:  # as a rate does, whose derivative is infinite times zero if this is skipped
                 params, moments = update(zeros_unless(moved, direction), used.optimizer, used.params)

@@ -104,7 +104,6 @@ def test_certified_to_rounding(m, c):
 
 @pytest.mark.parametrize(("m", "n"), [(4, 2), (8, 4), (12, 6)])
 def test_more_rows_than_parameters_are_certified_too(m, n):
-    """A row that depends on the active ones may have to take the place of one."""
     for seed in range(60):
         J = random_rows(m, n, seed=seed)
         for c in (0.8, 2.0, 5.0):
@@ -117,6 +116,15 @@ def test_more_rows_than_parameters_are_certified_too(m, n):
         slack = (N @ (multipliers @ N) - 0.1)[1:]
         assert min(multipliers.min(), slack.min()) >= -(rounding := 1e3 * eps() * multipliers.abs().sum())
         assert (multipliers[1:] * slack).abs().max() <= rounding * multipliers.abs().sum()
+
+
+@pytest.mark.parametrize(("m", "n", "apart"), [(3, 2, 1e-6), (6, 4, 1e-6), (8, 16, 1e-7)])
+def test_rows_that_are_nearly_opposite_have_an_answer(m, n, apart):
+    for seed in range(20):
+        J = random_rows(m, n, seed=seed)
+        J[1] = apart * J[1] - J[0]
+        for rule in (jd.upgrad(), jd.dualproj(), jd.cagrad(2.0), jd.upgrad(solver="device")):
+            assert jd.aggregate(rule, J).direction.isfinite().all()
 
 
 @pytest.mark.parametrize("m", [2, 3, 5, 8])

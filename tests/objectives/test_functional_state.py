@@ -95,6 +95,26 @@ def flat(rows):
 KINDS = ["plain", "multitask", "per_example"]
 
 
+@pytest.mark.parametrize("begin", [None, [], {}])
+def test_an_attribute_of_a_layer_of_torch_that_was_there_before_counts(begin):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+            self.trunk.features = begin
+
+        def forward(self, x):
+            self.trunk.features = [checkpoint(self.trunk, x, use_reentrant=False)]
+            return x.new_zeros(())
+
+    net, x = Keeps(), torch.ones(2, 3)
+    params = {name: (p.detach() + 1).requires_grad_() for name, p in net.named_parameters()}
+    fj.functional(net)(params, {}, x)
+    found = torch.autograd.grad(net.trunk.features[0].sum(), [*params.values()])
+    expected = torch.autograd.grad(torch.tanh(nn.functional.linear(x, *params.values())).sum(), [*params.values()])
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_may_read_what_forward_stores(kind, checkpoints):

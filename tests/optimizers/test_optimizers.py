@@ -195,7 +195,6 @@ def test_adamw_raises_for_averages_in_float16_by_name():
 
 @pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)])
 def test_a_decay_that_is_a_tensor_has_the_digits_of_its_parameters(lr):
-    """The float32 next to 0.01, as a number and as a tensor."""
     decay, p = torch.tensor(0.01), torch.ones(3, dtype=torch.float64)
     steps = [adamw(lr, weight_decay=x).update(0 * p, adamw().init(p), p)[0] for x in (decay, decay.item())]
     assert ((steps[0] - steps[1]).abs() <= 4 * eps(p.dtype)).all()

@@ -119,14 +119,6 @@ def test_a_picture_reads_in_every_theme_and_leaves_the_rest_alone(name, theme, c
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_drawn_on_the_axes_given(name):
-    kind = {"projection": "3d"} if name == "cone in space" else {}
-    figure, given_axes = plt.subplots(subplot_kw=kind)
-    assert PICTURES[name](given_axes) is given_axes
-    assert plt.get_fignums() == [figure.number]
-
-
 def _luminance(color):
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     return np.dot(linear, [0.2126, 0.7152, 0.0722])
@@ -212,34 +204,6 @@ def test_the_faces_in_space_are_bounded_by_the_rays_of_the_dual_cone():
             assert np.linalg.norm(face - length * ray, axis=1).min() < 1e-2 * length
 
 
-def test_few_long_rows_are_drawn_in_their_span():
-    generator = torch.Generator().manual_seed(0)
-    tree = {"w": torch.randn(3, 4, 5, generator=generator), "b": torch.randn(3, generator=generator)}
-    flat = torch.cat([tree["b"].unsqueeze(1), tree["w"].flatten(1)], 1).double()
-    ax = plotting.cone(tree, {"mgda": jd.mgda()})
-    tip = np.stack(_lines(ax)["mgda"].get_data_3d(), 1)[1]
-    direction = jd.aggregate(jd.mgda(), tree).direction
-    expected = torch.cat([direction["b"].unsqueeze(0), direction["w"].flatten()]).double()
-    assert np.linalg.norm(tip) == pytest.approx(expected.norm().item(), rel=64 * eps(torch.float32))
-    pair = plotting.cone([leaf[:2] for leaf in tree.values()])
-    arrows = _arrows(pair)
-    np.testing.assert_allclose(arrows @ arrows.T, flat[:2] @ flat[:2].T, rtol=8 * eps(torch.float32))
-    assert arrows[0, 0] > 0 == pytest.approx(arrows[0, 1])
-    alone = plotting.cone([torch.tensor([[3.0, 0.0, 0.0, 4.0]])])
-    np.testing.assert_allclose(_arrows(alone), [[5, 0]], atol=2**12 * eps())
-
-
-@pytest.mark.parametrize("rows", [torch.zeros(2, 2), torch.zeros(2, 3), torch.tensor([[0.0, 0.0], [1.0, 0.0]])])
-def test_rows_of_zeros_are_drawn(rows):
-    plotting.cone(rows, RULES).figure.canvas.draw()
-
-
-def test_rules_that_look_at_more_than_the_gramian_are_drawn():
-    rules = {"graddrop": jd.graddrop(jd.random.key(0)), "modo": jd.modo(), "imtl_l": jd.imtl_l()}
-    ax = plotting.cone(CONFLICTED, rules, losses=torch.tensor([1.0, 2.0]))
-    assert set(rules) <= set(_lines(ax))
-
-
 # The history
 
 
@@ -267,29 +231,6 @@ def test_a_training_shows_its_losses_and_where_it_was_skipped():
         _lines(scales)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 17, 17, 18])
     )
     assert _labels(scales) == ["all objectives", "skipped"]
-
-
-def test_scales_have_a_line_per_objective_below_the_other_pictures():
-    drawn = plotting.history(_infos(), _states())
-    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale"]
-    assert [ax.get_xlabel() for ax in drawn] == ["", "", "step"]
-    np.testing.assert_array_equal(_lines(drawn[2])["b"].get_ydata(), 2.0 ** (16 - np.arange(12) // 5))
-    assert _labels(drawn[2]) == ["a", "b", "skipped"]
-    assert drawn[2].get_yscale() == "linear"  # it halves twice
-    assert plotting.history(_infos(20), _states(20))[2].get_yscale() == "log"
-    assert [ax.get_ylabel() for ax in plotting.history(ENTRYWISE)] == ["loss"]
-    axes = plt.subplots(2, 1)[1]
-    assert plotting.history(_infos(), ax=axes) == list(axes)
-
-
-def test_losses_in_one_tensor_are_numbered_and_many_are_drawn_alike():
-    few = [jd.StepInfo(torch.tensor([1.0, 2.0]), torch.ones(2), torch.tensor(True)) for _ in range(3)]
-    assert _labels(plotting.history(few)[0]) == ["objective 0", "objective 1"]
-    table = torch.rand(5, 31, generator=torch.Generator().manual_seed(0))
-    many = [jd.StepInfo(row, torch.ones(31), torch.tensor(True)) for row in table]
-    ax = plotting.history(many)[0]
-    assert _labels(ax) == ["one objective", "median of 31"]
-    np.testing.assert_allclose(_lines(ax)["median of 31"].get_ydata(), table.median(1).values)
 
 
 def test_gramians_in_the_infos_give_norms_and_conflicts():
@@ -320,15 +261,6 @@ def test_the_history_of_residuals_searches_nothing(monkeypatch):
     unit = J / J.norm(dim=1, keepdim=True)
     negative = (unit @ unit.T < -1e-12).double().sum() / (80 * 79)
     np.testing.assert_allclose(conflicts.get_lines()[0].get_ydata(), [100 * negative] * 3)
-
-
-def test_rows_whose_losses_were_replaced_by_means_are_numbered():
-    infos, _ = _residual_infos(m=8)
-    means = [i._replace(losses={name: r.square().mean() for name, r in i.losses.items()}) for i in infos]
-    losses, weights, norms, _ = plotting.history(means)
-    assert _labels(losses) == ["edge", "inside"]
-    for ax in (weights, norms):
-        assert _labels(ax) == [f"row {index}" for index in range(8)]
 
 
 # Problems and trajectories

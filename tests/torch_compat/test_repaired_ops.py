@@ -166,6 +166,39 @@ def test_examples_of_cross_entropy_in_chunks_go_one_by_one():
     assert ((pullback(torch.ones(M))[0]["w"].flatten() - rows.sum(0)).abs() <= bound.sum()).all()
 
 
+def test_replicas_of_examples_pass_prelu():
+    x, params = draw(3, 2, 5), {"a": draw(3, 2, seed=1), "w": draw(3, 5, seed=2)}
+    losses = fj.per_example(
+        lambda p, x: nn.functional.prelu((p["a"][:, None] * x)[None], p["w"][:2].abs()).square().sum()
+    )
+    found = torch.vmap(lambda p: fj.jacobian_fn(losses)(p, x)[0]["a"])(params)
+    alone = [
+        fj.jacobian_fn(losses)(dict(zip(params, p, strict=True)), x)[0]["a"] for p in zip(*params.values(), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(alone))
+
+
+FORMS = {
+    "layer_norm": lambda h, g: torch.layer_norm(h, (4,), g, None),
+    "batch_norm": lambda h, g: torch.batch_norm(h, g, None, None, None, True, 0.1, 1e-5, False),
+    "instance_norm": lambda h, g: torch.instance_norm(h[None], g[:3], None, None, None, True, 0.1, 1e-5, False)[0],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_through_the_norms_of_torch_have_the_derivatives_of_those_of_functional(form):
+    x, params = draw(3, 4), {"w": draw(4, 4, seed=1), "g": draw(4, seed=2)}
+    plain = {"layer_norm": lambda h, g: nn.functional.layer_norm(h, (4,), g)}
+    plain |= {"batch_norm": lambda h, g: nn.functional.batch_norm(h, None, None, g, training=True)}
+    plain |= {"instance_norm": lambda h, g: nn.functional.instance_norm(h[None], weight=g[:3])[0]}
+
+    def size(norm, params):
+        losses = lambda p: norm(x @ p["w"], p["g"]).tanh().sum(0)
+        return sum(row.square().sum() for row in fj.jacobian_fn(losses)(params)[0].values())
+
+    torch.testing.assert_close(*(torch.func.grad(partial(size, f[form]))(params) for f in (FORMS, plain)))
+
+
 def test_one_hot_of_examples_takes_no_slow_road():
     x, y, params = draw(6, 3), torch.tensor([0, 3, 1, 1, 2, 0]), {"w": draw(3, 4, seed=1)}
     log_softmax = lambda params, x: torch.log_softmax(x @ params["w"], -1)
@@ -185,16 +218,15 @@ def test_one_hot_of_examples_takes_no_slow_road():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("padding", "by_frequency"), [(2, False), (-2, True), (None, True)])
-def test_examples_look_up_rows_with_padding_and_frequencies_of_their_own(shared, padding, by_frequency):
-    """A table of each example, or one of all: the indices and the padding are those of the example."""
+@pytest.mark.parametrize("padding", [2, -2, None])
+def test_examples_look_up_rows_with_padding_of_their_own(shared, padding):
     params, scales, indices = {"w": draw(4, 3)}, draw(M, seed=1), torch.tensor([2, 0, 2, 1, 2, 3]).expand(M, -1)
     weights = draw(6, 3, seed=2)
 
     def loss(params, c, i):
         table = params["w"] if shared else c * params["w"]
-        found = nn.functional.embedding(i, table, padding, scale_grad_by_freq=by_frequency)
-        return (found * weights).sum() + c * torch.embedding(table, i, 2, by_frequency).sum()
+        found = nn.functional.embedding(i, table, padding)
+        return (found * weights).sum() + c * torch.embedding(table, i, 2).sum()
 
     rows = torch.stack(
         [torch.func.grad(loss)(params, c, i)["w"].flatten() for c, i in zip(scales, indices, strict=True)]

@@ -112,7 +112,8 @@ def test_one_scale_that_is_no_power_of_two_costs_a_rounding(dtype):
 @pytest.mark.parametrize("rule", [jd.mean(), jd.upgrad()])
 def test_a_step_beyond_the_range_of_float16_parameters_is_skipped(rule, optimizer):
     how = {"losses": lambda p, c: p.float().sum() * c * torch.ones(2), "aggregator": rule, "optimizer": optimizer}
-    state = jd.train_state(torch.ones(3, dtype=torch.float16), torch.tensor(1.0), **how)
+    begin, scale = torch.ones(3, dtype=torch.float16), jd.scale_state(2.0**-4)
+    state = jd.train_state(begin, torch.tensor(1.0), scale=scale, **how)
     for run in (jd.step, jd.compiled(jd.step, backend="eager")):
         after, info = partial(run, **how)(state, torch.tensor(1.5e5))
         assert not info.moved
@@ -120,6 +121,8 @@ def test_a_step_beyond_the_range_of_float16_parameters_is_skipped(rule, optimize
         after, info = partial(run, **how)(state, torch.tensor(1.0))
         assert info.moved
         assert (after.params < state.params).all()
+    with pytest.raises(jd.TrainingStalled, match="parameters in float16 would overflow"):
+        jd.fit(partial(jd.step, **how), state, [(torch.tensor(1.5e5),)] * 4, patience=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,8 @@ def test_the_count_is_exact(runs, patience, per_row):
 def test_without_patience_it_never_ends_and_other_infos_are_not_looked_at():
     assert followed(SkipWatch(None), [info(False)] * 500) == (None, [20])
     watch = SkipWatch(1)
-    followed_quietly(watch, [{"finite": torch.tensor(False)}, None])
+    numbers = record(losses={"a": 1.0}, weights=(), finite=False, moved=False)
+    followed_quietly(watch, [{"finite": torch.tensor(False)}, None, numbers])
     assert not watch.run
     error = pickle.loads(pickle.dumps(TrainingStalled("why", {"w": 1})))
     assert (str(error), error.state) == ("why", {"w": 1})

@@ -60,6 +60,13 @@ def test_every_rule_traces_by_make_fx_and_runs_on_fake_tensors():
         assert [x.shape for x in tree_leaves(found)] == [x.shape for x in tree_leaves(f(*args))], name
 
 
+def test_a_start_without_values_is_a_start():
+    each = {"losses": lambda w, x: (x - w).square().mean(1), "optimizer": jd.sgd(0.1)}
+    for rule in (jd.upgrad(), jd.nash_mtl(), jd.dwa(), jd.famo(), jd.pcgrad(jd.random.key(0))):
+        with torch.device("meta"):
+            assert jd.train_state(torch.ones(3), torch.ones(4, 3), aggregator=rule, **each).params.is_meta
+
+
 def test_tensors_on_another_device_than_the_default_one_stay_there():
     state = jd.train_state(PARAMS, X[0], losses=losses, aggregator=jd.upgrad(), optimizer=jd.sgd(0.1))
     calls = {name: (f, args) for name in RULES for f, args in [two_calls(name)]}
