@@ -16,8 +16,8 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_696  # goal 12,500
-LINES = 23_147  # goal 22,000
+CODE_LINES = 13_695  # goal 12,500
+LINES = 23_145  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20

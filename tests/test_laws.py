@@ -135,7 +135,7 @@ def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
     expected = tuple(map(torch.stack, zip(*(gradient(*case) for case in zip(*cases, strict=True)), strict=True)))
     torch.testing.assert_close(torch.vmap(gradient)(*cases), expected)
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="eager")
+    in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(in_one_graph(*cases), expected)
 
 

@@ -94,9 +94,8 @@ def _between(params: Params, proposed: Params, rate: Tensor) -> Params:
     """`params + rate (proposed - params)`, exact for the rates 0, also of a step that is not finite, and 1."""
 
     def leaf(p: Tensor, q: Tensor) -> Tensor:
-        wide, end = at_least_float32(p), at_least_float32(q)
-        end = torch.where(((rate == 0) & ~end.isfinite()), wide, end)
-        return torch.lerp(wide, end, in_dtype_of(rate, wide)).to(p.dtype)
+        wide, end, own = at_least_float32(p), at_least_float32(q), in_dtype_of(rate, at_least_float32(p))
+        return torch.lerp(wide, torch.where((own == 0) & ~end.isfinite(), wide, end), own).to(p.dtype)
 
     return tree_map(leaf, params, proposed)
 

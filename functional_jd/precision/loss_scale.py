@@ -1,9 +1,11 @@
 """Loss scaling: `torch.amp.GradScaler` as a record and pure functions.
 
-scaled = scale(state, losses)  ──▶ backward in float16 ──▶ jacobian
-jacobian, finite = unscale(state, jacobian)
-params = select(finite, new_params, params)
-state = update_scale(state, finite)
+    scaled = scale(state, losses)  ──▶ backward in float16 ──▶ jacobian
+    jacobian, finite = unscale(state, jacobian)
+    params = select(finite, new_params, params)
+    state = update_scale(state, finite)
+
+A state holds one scale `[]` for all objectives, or one per objective `[m]`.
 """
 
 from functools import reduce
@@ -218,9 +220,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
 
 
 def unscaled_rows(rows: list[Any], scale: Tensor) -> list[Any]:
-    """Rows divided by the loss scale `[]` or `[m]`, in at least float32: each replaces the other in the list, so that
-    both are never in memory together.
-    """
+    """Rows divided by the loss scale `[]` or `[m]`, in at least float32, one by one in the list, for less memory."""
     present = [index for index, row in enumerate(rows) if row is not None]
     if under_transform() or not present or rows[present[0]].is_cpu or scale.requires_grad:
         for index in present:

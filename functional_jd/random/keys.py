@@ -101,8 +101,7 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
     if not is_one:
         refuse("number", "an integer of 64 bits, or an int64 tensor []", number, "Pass for instance a rank.")
     first, second = draw(key, 2, "fold", torch.int64).unbind()
-    own = number if isinstance(number, Tensor | int | torch.SymInt) else int(number)  # of NumPy
-    moved = own * ROOT if isinstance(own, Tensor) else signed(own * ROOT)
+    moved = number * ROOT if isinstance(number, Tensor) else signed(int(number) * ROOT)  # NumPy's integers overflow
     return draw(torch.stack([first + moved, second]), 2, "key", torch.int64)
 
 

@@ -98,7 +98,7 @@ def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor, q: Ten
     chosen = torch.where(waiting, pending, torch.where(walking, negative, enters))
     score = torch.where(waiting, -pivots, torch.where(walking, s / (s - t).clamp(min=1e-300), t))
     new, slope = None, t
-    # So far below zero may a row be that counts as dependent, as `M s + q` vanishes on F.
+    # A row that counts as dependent may lie so far below zero, since `M s + q` vanishes on F.
     far = None if q is None else (-least * (q * s).sum(-1, keepdim=True)).clamp(min=0).sqrt()
     if far is not None and (low := below & (t < -far) & ~(waiting | walking | chosen.any(-1, True))).any():
         new = low & (places == t.masked_fill(~low, torch.inf).argmin(-1, keepdim=True))

@@ -72,8 +72,7 @@ def _needs_values(found: str) -> RuntimeError:
         f"schedules, found {found}. Choose by torch.where instead of `if` and x[mask], take x[i[None]][0] for x[i], "
         "keep numbers as tensors, without .item() or .numpy(), and pass CSR and CSC tensors as arguments. Of "
         "torch.optim, Adam reads its count of steps: take adamw. torch.distributions reads its arguments unless it has "
-        "validate_args=False. Where forward mode fails (jvp, jacfwd, hessian), take "
-        "torch.func.grad or jacrev."
+        "validate_args=False. Where forward mode fails (jvp, jacfwd, hessian), take torch.func.grad or jacrev."
     )
 
 

@@ -52,8 +52,8 @@ class ModuleParts:
             for part in ordinary
         ]
         functions = [x.__module__ for part in parts.values() for x in vars(part).values() if callable(x)]
-        own = [str(name).startswith("torch.") for name in functions]
-        self.are_torchs = all([*own, *are_torchs, len(ordinary) == len(parts)])
+        from_torch = (str(name).startswith("torch.") for name in functions)
+        self.are_torchs = all(are_torchs) and len(ordinary) == len(parts) and all(from_torch)
 
     def check(self) -> None:
         """Raise if a part has other parameters or children than when it was read, or a new buffer that it saves. Other

@@ -15,9 +15,7 @@ from functional_jd.torch_compat.watching import IN_PLACE_NAMES
 
 
 class UsedParameters(TorchFunctionMode):
-    """A mode that sees which of a module's `own` parameters it computes with, frozen ones too. `start` holds the
-    tensors given instead, and with them.
-    """
+    """A mode that sees which `own` parameters a module computes with, frozen ones too. `start`: what it is given."""
 
     def __init__(self, own: dict[str, Tensor], start: Iterable[Tensor]):
         super().__init__()

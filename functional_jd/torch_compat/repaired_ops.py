@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.recomputation import RecomputedMode
-from functional_jd.torch_compat.torch_internals import function_name, is_wrapped, traceable, under_transform
+from functional_jd.torch_compat.torch_internals import function_name, is_hidden, traceable, under_transform
 
 _FEW_POINTS = 25
 """Up to so many points torch takes no matrix products by itself."""
@@ -61,7 +61,7 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *how: Any, **named: Any) -> Tensor:
     """The one of `torch.nn.functional`. A vmap of its weight keeps the `padding_idx` of the first example alone."""
     found = nn.functional.embedding(input, weight, padding_idx, *how, **named)
-    if padding_idx is None or not (torch.compiler.is_compiling() or is_wrapped(weight)):
+    if padding_idx is None or not is_hidden(weight):
         return found
     return torch.where((input == padding_idx % weight.shape[0]).unsqueeze(-1), found.detach(), found)
 

@@ -137,6 +137,11 @@ def is_batched(value: Any, level: int) -> bool:
     return isinstance(value, Tensor) and _unwrap_batched(value, level)[1] is not None
 
 
+def is_hidden(x: Tensor) -> bool:
+    """Whether a vmap hides a dimension of a tensor; torch.compile tells of the innermost one alone."""
+    return is_batched(x, functorch_depth()) if torch.compiler.is_compiling() else innermost(x).ndim > x.ndim
+
+
 def examples_first(x: Tensor, level: int) -> Tensor:
     """The tensor below the vmap at this level, with the dimension that is hidden first."""
     inner, dim = _unwrap_batched(x, level)
@@ -184,9 +189,7 @@ def function_name(func: Any) -> str:
 
 
 def traceable(func: Any) -> Any:
-    """The form of a function that torch.compile traces inside a mode: before torch 2.14 none of the methods that call
-    `super()`, and this is the only one that stands for an op.
-    """
+    """The form of a function that torch.compile traces in a mode: before torch 2.14 not this one, with `super()`."""
     return torch.unflatten if func is Tensor.unflatten else func
 
 

@@ -86,7 +86,7 @@ def step(
     plan, chosen, _ = prepare(losses, state.params, batch, aggregator, **how)
     token, plan, used = _opened(plan, state) if plan.differentiable else (None, plan, state)
     plain = token is None and not (plan.differentiable and transform_level() != NO_TRANSFORM)
-    narrow = False  # without a function for each leaf
+    narrow = False  # a loop, as a generator takes a call for each leaf
     for leaf in plan.leaves:
         narrow = narrow or leaf.dtype == torch.float16
     guarded = optimizer.guarded_update if plain and not narrow else None  # leaves the state as it was if it is skipped

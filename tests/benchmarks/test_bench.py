@@ -41,7 +41,6 @@ def test_it_runs_from_end_to_end(tmp_path):
 
 
 def test_the_other_tables_are_filled(monkeypatch, capsys, tmp_path):
-    """In the least form of each: fronts, rules every few steps, first calls."""
     import every_few_steps
     import fronts_table
 

@@ -40,7 +40,6 @@ def _no_figures_left():
 
 @contextlib.contextmanager
 def _axes():
-    """Axes for one of many examples."""
     figure, ax = plt.subplots()
     yield ax
     plt.close(figure)
@@ -88,7 +87,6 @@ def _lines(ax):
 
 
 def _arrows(ax):
-    """Where the arrows of rows on the plane end."""
     return np.array([text.xy for text in ax.texts if isinstance(text, Annotation)])
 
 
@@ -388,7 +386,6 @@ WRONG = {
     "each record must be a .*, found 1": lambda: plotting.history([1]),
     "the same objectives at every step": lambda: plotting.history([*_infos(m=2), *_infos(m=3)]),
 }
-"""By what the error says, the call."""
 
 
 @pytest.mark.parametrize("message", WRONG)

@@ -236,6 +236,10 @@ def test_examples_look_up_rows_with_padding_of_their_own(shared, padding):
         pulled = engine(losses)(params, scales, indices)[-1](torch.ones(M))[0]["w"]
         assert ((pulled.flatten() - rows.sum(0)).abs() <= M * bound).all()
     assert ((fj.jacobian_fn(losses)(params, scales, indices)[0]["w"].flatten(1) - rows).abs() <= bound).all()
+    one = lambda w: fj.jacobian_fn(lambda w: nn.functional.embedding(indices[0], w, padding).sum().square())(w)[0][0]
+    slope = 2 * params["w"][indices[0]].sum() * torch.bincount(indices[0], minlength=4)[:, None].expand(4, 3)
+    kept = torch.arange(4) != (5 if padding is None else padding % 4)  # only derivatives in reverse have a padding
+    torch.testing.assert_close(torch.func.jvp(one, (draw(4, 3, seed=3),), (params["w"],))[1], slope * kept[:, None])
     wrong = fj.per_example(lambda w, c, i: nn.functional.embedding(i, c * w, 9).sum())
     with pytest.raises(AssertionError, match="Padding_idx must be within"):
         fj.jacobian_fn(wrong)(params["w"], scales, indices)
