@@ -1,7 +1,7 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from functional_jd.core.sharding import agreed, shard_of
 from functional_jd.core.tree import any_sharded, tree_difference, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.solvers.lcp import can_be_launched
 from functional_jd.solvers.search import may_be_differentiated
 from functional_jd.torch_compat.slow_path import is_out_of_memory
 from functional_jd.torch_compat.torch_internals import under_functorch
@@ -35,7 +36,8 @@ class Aggregator(NamedTuple):
     with respect to all that the rule receives, its state and its hyper-parameters. A hyper-parameter is a number, or a
     tensor `[]`; one number per objective is a sequence, or a tensor `[m]`, which is copied. Input that is not finite
     gives weights, and a state, that are not finite: keep the previous state, as `step` does. Off the CPU,
-    `solver="host"` computes on the host, with one copy there and one back; `"device"` stays.
+    `solver="host"` computes on the host, with one copy there and one back; `"device"` stays; `"auto"` stays where one
+    launch can search: on a GPU with Triton and a C compiler, for up to 64 objectives.
 
     Attributes:
         view: a `View`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or one made of
@@ -45,7 +47,8 @@ class Aggregator(NamedTuple):
         update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise
             weights.
         on_host: whether `update` is to run on the host if the view stands on an accelerator: one copy there and one
-            back, for more than some 40 launches. Not under transforms.
+            back, for more than some 40 launches. Not under transforms. `"auto"`: only if
+            `linear_complementarity(..., solver="auto")` does.
         sensitivity: the largest norm that a row can add to the direction, whatever the rows, which `noised` needs; else
             None.
         takes: its name and the losses that it can take, if these are not all; `train_state` raises for others. If it
@@ -55,7 +58,7 @@ class Aggregator(NamedTuple):
     view: View | Callable[..., Any]
     init: Callable[[Any], Tree]
     update: Callable[[Any, Tree], tuple[Weights, Tree]]
-    on_host: bool = False
+    on_host: bool | Literal["auto"] = False
     sensitivity: float | Tensor | None = None
     takes: tuple[str, Domain] | tuple[str, Domain, Callable[[Losses], Sequence[int]]] | None = None
 
@@ -123,8 +126,7 @@ def aggregate(
         received, receive = view.receive(seen), gramian.receive
         by_gramian = view.products == "gramian" and view.groups is None
         products = (received if view.receive is receive else receive(seen)) if by_gramian else None
-        given = received, products, state
-        weights, own, state = where_it_runs(aggregator, seen, update, *given, apart=True)
+        weights, own, state = where_it_runs(aggregator, seen, update, received, products, state, apart=True)
         return Aggregation(combined(jacobian, own, wide=products is not None), weights, state)
 
 
@@ -246,13 +248,13 @@ def where_it_runs(
         some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
     known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
     narrow = some.device if isinstance(some, Tensor) and not known else None
-    if narrow is None and not (aggregator.on_host and _goes_to_host(given)):
+    if narrow is None and not (aggregator.on_host and _goes_to_host(given, aggregator.on_host == "auto")):
         return function(*given)
     return run_on_host(function, *given, device=narrow, apart=apart)
 
 
-def _goes_to_host(given: tuple[Any, ...]) -> bool:
-    """Whether what a rule is given stands on an accelerator, under no transform."""
+def _goes_to_host(given: tuple[Any, ...], auto: bool) -> bool:
+    """Whether what a rule is given stands on an accelerator, under no transform, and no launch can take its place."""
     if isinstance(first := given[0], Tensor) and first.is_cpu:  # as nearly always
         return False
     leaves = tree_leaves(given)
@@ -263,6 +265,7 @@ def _goes_to_host(given: tuple[Any, ...]) -> bool:
         or is_capturing(leaves[0])
         or under_functorch()
         or may_be_differentiated(*leaves)
+        or (auto and can_be_launched(leaves[0]))
     )
 
 

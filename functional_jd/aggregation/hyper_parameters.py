@@ -23,10 +23,12 @@ PREFERENCES = Domain(
 )
 
 
-def runs_on_host(solver: Solver, *given: Any) -> bool:
+def runs_on_host(solver: Solver, *given: Any, auto: bool = False) -> Any:
     """Check where a rule is solved, and whether all of it can go to the host: its tensors `[]` may stand elsewhere."""
-    check_option("solver", solver, ("host", "device"), 'The default is "host".')
-    return solver == "host" and all(not isinstance(x, Tensor) or x.is_cpu for x in given)
+    options = ("auto",) * auto + ("host", "device")
+    check_option("solver", solver, options, f'The default is "{options[0]}".')
+    movable = all(not isinstance(x, Tensor) or x.is_cpu for x in given)
+    return movable and solver != "device" and (solver == "host" or "auto")
 
 
 def per_objective(

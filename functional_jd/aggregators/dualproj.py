@@ -6,7 +6,7 @@ from functional_jd.aggregation import Aggregator, Numbers, Solver, gramian, pref
 from functional_jd.solvers.lcp import projected
 
 
-def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
+def dualproj(preference: Numbers | None = None, *, solver: Solver = "auto") -> Aggregator:
     """Combine the rows with the preference as weights, then project the combination on the dual cone of all rows.
 
     `direction = argmin { |y - x| : <y, g_j> >= 0 for all j }` with `x = sum_i u_i g_i`. In terms of unit rows with
@@ -14,7 +14,7 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
 
     Args:
         preference: u `[m]`, not negative, one at least positive. Default: `1 / m` each.
-        solver: `"host"` or `"device"`.
+        solver: `"auto"`, `"host"` or `"device"`.
 
     Returns:
         A rule that needs the Gramian. Weights at least u for independent rows; not unique for dependent ones. Twice
@@ -30,7 +30,5 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
         to the diagonal of the trace-normalised Gramian; here the projection is exact.
     """
     preference_of = preferences("preference", preference)
-
-    everywhere = lambda G: torch.ones_like(G[:1], dtype=torch.bool)
-    weigh = lambda G: projected(preference_of(G), G, everywhere(G), solver)
-    return stateless(gramian, weigh, on_host=runs_on_host(solver))
+    weigh = lambda G: projected(preference_of(G), G, torch.ones_like(G[:1], dtype=torch.bool), solver)
+    return stateless(gramian, weigh)._replace(on_host=runs_on_host(solver, auto=True))

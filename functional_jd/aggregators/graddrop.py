@@ -70,8 +70,7 @@ def _numbers(key: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
 def _entrywise(leaf: Tensor, number: Tensor, leaks: Tensor) -> Tensor:
     values = leaf.detach()
     positive = values.clamp(min=0).sum(0, dtype=torch.float64)  # a sum in the leaf's dtype may overflow
-    negative = values.clamp(max=0).sum(0, dtype=torch.float64)
-    size = positive - negative
+    size = positive - values.clamp(max=0).sum(0, dtype=torch.float64)
     purity = positive / nonzero(size)
     picks_positive = number.view_as(size).to(size.device) < purity
     picked = torch.where(picks_positive, values > 0, values < 0)

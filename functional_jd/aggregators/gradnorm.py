@@ -53,8 +53,7 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         norms, losses = view
         w = len(losses) * torch.softmax(state.logits, dim=0)
         weighted = w * norms
-        mean = weighted.mean()
-        relative = weighted / nonzero(mean)
+        relative = weighted / nonzero(weighted.mean())
         ratios = nan_unless(losses >= 0, losses) / nan_unless(state.initial > 0, state.initial)
         target = divide(ratios, ratios.mean(), otherwise=1) ** alpha  # all 1 where all losses are zero
         error = relative - target

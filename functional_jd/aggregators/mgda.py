@@ -13,7 +13,7 @@ from functional_jd.solvers.search import empty, matvec, opaque, per_problem
 _TOLERANCE = 1e-12
 
 
-def mgda(*, cap: Number = 1.0, solver: Solver = "host") -> Aggregator:
+def mgda(*, cap: Number = 1.0, solver: Solver = "auto") -> Aggregator:
     """The point of least norm in the convex hull of the rows, with no weight above a cap.
 
     `weights = argmin { w'G w : 0 <= w <= cap, sum(w) = 1 }`. With C the cosines and `b = min(norms) / norms`, w is
@@ -21,7 +21,7 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "host") -> Aggregator:
 
     Args:
         cap: the largest weight, from 1 / m, which gives `mean()`, to 1.
-        solver: `"host"` or `"device"`, where a cap below 1 takes `3 m + 8` searches.
+        solver: `"auto"`, `"host"` or `"device"`, where a cap below 1 takes `3 m + 8` searches: so auto is the host.
 
     Returns:
         A rule that needs the Gramian. Weights lie in the simplex, and are not unique for dependent rows. Twice
@@ -39,6 +39,7 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "host") -> Aggregator:
     """
     cap = number("cap", cap, ABOVE_0_TO_1, "It is the largest weight: 1 for none.")
     is_plain = not isinstance(cap, Tensor) and cap == 1
+    solver = "host" if solver == "auto" and not is_plain else solver
 
     def check(G: Gramian) -> tuple[()]:
         if not isinstance(cap, Tensor) and cap < 1 / len(G):
@@ -55,7 +56,7 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "host") -> Aggregator:
         T, M, b, _ = _below_the_cap(G, norms, most, top)
         return _solved(M, b, (top == 0).unsqueeze(0), solver) @ T
 
-    rule = stateless(gramian, weigh, on_host=runs_on_host(solver, cap))
+    rule = stateless(gramian, weigh)._replace(on_host=runs_on_host(solver, cap, auto=True))
     return rule if is_plain else rule._replace(init=check)
 
 

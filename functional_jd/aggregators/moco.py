@@ -63,8 +63,7 @@ def moco(
         jacobian, losses = view
         calls = state.calls + 1
         b, c = beta / calls.double() ** beta_sigma, gamma / calls.double() ** gamma_sigma
-        norms = row_norms(jacobian)
-        factors = b * nan_unless(losses >= 0, losses) / nonzero(norms)
+        factors = b * nan_unless(losses >= 0, losses) / nonzero(row_norms(jacobian))
         rows, as_weights = averaged(state.rows, 1 - b, jacobian, factors)
         w = state.weights
         w = torch.softmax(w - c * (gramian(rows) @ w + rho * w), dim=0)

@@ -25,8 +25,7 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
         Zhang & Li, MOEA/D, IEEE Transactions on Evolutionary Computation 11, 2007, section II, with `|L_i - z_i|`.
     """
     u = preferences("weights", weights)
-    z = per_objective("reference", reference, default=lambda _: 0.0)
-    return scalarized_with(value, u, z)
+    return scalarized_with(value, u, per_objective("reference", reference, default=lambda _: 0.0))
 
 
 def value(losses: Tensor, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:

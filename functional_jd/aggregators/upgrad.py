@@ -6,7 +6,7 @@ from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.lcp import row_multipliers
 
 
-def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
+def upgrad(preference: Numbers | None = None, *, solver: Solver = "auto") -> Aggregator:
     """Average the gradients after removing the conflicts between them.
 
     For losses in one unit that conflict. Each row `g_i` is projected onto the dual cone: the directions that conflict
@@ -16,7 +16,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     Args:
         preference: u, the weight of each row `[m]`: not negative, one at least positive. Default: `1 / m` each.
         solver: off the CPU, `"host"` projects there, with one copy there and one back, `"device"` in a fixed number of
-            steps without a wait.
+            steps without a wait, and `"auto"` where one launch can, else on the host.
 
     Returns:
         A rule that needs the Gramian. For independent rows, each weight is at least u. For dependent rows weights are
@@ -43,4 +43,4 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         C, norms = cosines(G)  # of unit rows n_j: p_i = g_i + |g_i| sum_j S_ji n_j, with the multipliers S
         return u + row_multipliers(C, solver) @ (norms * u) / norms
 
-    return stateless(gramian, weigh, on_host=runs_on_host(solver))
+    return stateless(gramian, weigh)._replace(on_host=runs_on_host(solver, auto=True))

@@ -49,9 +49,8 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: S
         do: Wright, Primal-Dual Interior-Point Methods, SIAM 1997, chapter 1.
     """
     is_zero = cosines.diagonal(dim1=-2, dim2=-1) == 0
-    largest = torch.where(is_zero, 0, sizes.detach()).amax(-1, keepdim=True)
     # A row of zeros is decoupled, at v = 1, and too small to affect the test whether the others cancel.
-    k = torch.where(is_zero, 1e-30, sizes / nonzero(largest))
+    k = torch.where(is_zero, 1e-30, sizes / nonzero(sizes.detach().masked_fill(is_zero, 0).amax(-1, keepdim=True)))
     C = cosines + torch.diag_embed(is_zero.to(cosines.dtype))
     constant = power.detach() if isinstance(power, Tensor) else power
     found, upper, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k), solver=solver)

@@ -3,6 +3,9 @@
 import os
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from sysconfig import get_path
 
 import torch
 from torch import Tensor
@@ -22,6 +25,9 @@ _EXCHANGES = 10  # they converge within 1 to 9 rounds or not at all
 # costs less than the exchanges that it saves, and products cost less than factors.
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
 _MOST_ROWS_OF_A_LAUNCH = 64
+# The first launch of Triton on a GPU takes a compiler of C and the headers of Python.
+_COMPILERS, _HEADER = (os.environ.get("CC", "gcc"), "clang"), Path(get_path("include"), "Python.h")
+_LAUNCHES = find_spec("triton") is not None and any(map(which, _COMPILERS)) and _HEADER.exists()
 # From so many entries in all tableaus on, these take about a second.
 _SLOW_FROM = 500_000
 _SLOW = (
@@ -49,7 +55,7 @@ def linear_complementarity(
         allowed: bool `[*, k, m]`; `None` allows all.
         solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
             stand, without a synchronization: up to 64 rows as one launch where Triton is installed, else in `8 m + 24`
-            rounds for every problem. Each has its own tableau, which takes about `50 k m^2` bytes.
+            rounds, with about `50 k m^2` bytes of tableaus. `"auto"`: on a GPU as one launch if it can, else the host.
 
     Returns:
         float64 `[*, k, m]`, non-negative up to rounding. If several s solve the problem, `M s` is the same for all
@@ -64,6 +70,9 @@ def linear_complementarity(
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
+    if solver == "auto":  # torch.compile traces this, too
+        launches = _LAUNCHES and offset.is_cuda and offset.shape[-1] <= _MOST_ROWS_OF_A_LAUNCH
+        solver = "device" if launches else "host"
     if not may_be_differentiated(matrix, offset):
         return _opaque_solution(matrix, offset, allowed, solver=solver)
     s, inverse = _opaque_search(matrix.detach(), offset.detach(), allowed, solver=solver)
@@ -104,7 +113,12 @@ def _search(
         s = solve_by_numbers(*inputs)
         found = None if s is None else (s, s)
     if found is None:
-        found = _by_pivots(*inputs) if fixed else _by_tensors(*inputs, inverses)
+        if fixed:
+            every = inputs[0].repeat_interleave(k, 0), inputs[1].flatten(0, 1), inputs[2].flatten(0, 1)
+            s, inverse = solve_by_pivots(*every, looks=False)
+            found = s.view_as(inputs[1]), inverse
+        else:
+            found = _by_tensors(*inputs, inverses)
         # NaN where `M s + q` is not finite.
         sums = torch.baddbmm(inputs[1], found[0], inputs[0]).sum(-1, keepdim=True)
         found = torch.add(found[0], sums, alpha=0), found[1]
@@ -113,9 +127,9 @@ def _search(
 
 
 def can_be_launched(offset: Tensor) -> bool:
-    """Whether Triton is there, for so few rows on such a device."""
-    runs = offset.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return runs and offset.shape[-1] <= _MOST_ROWS_OF_A_LAUNCH and find_spec("triton") is not None
+    """Whether Triton runs there, for so few rows on such a device."""
+    runs = offset.is_cuda and _LAUNCHES and torch.cuda.get_device_capability(offset.device) >= (7, 0)
+    return (runs or os.environ.get("TRITON_INTERPRET") == "1") and offset.shape[-1] <= _MOST_ROWS_OF_A_LAUNCH
 
 
 _opaque_solution = opaque(
@@ -127,13 +141,6 @@ _opaque_search = opaque(
     lambda _, q, allowed: (q.new_empty(allowed.shape), q.new_empty(*q.shape, q.shape[-1])),
     inputs=3,
 )
-
-
-def _by_pivots(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
-    k, m = q.shape[-2:]
-    every = M.unsqueeze(1).expand(-1, k, m, m).reshape(-1, m, m)
-    s, inverse = solve_by_pivots(every, q.flatten(0, 1), free.flatten(0, 1), looks=False)
-    return s.view_as(q), inverse.view(*q.shape, m)
 
 
 def _by_tensors(M: Tensor, q: Tensor, free: Tensor, inverses: bool) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ TOLERANCE = 1e-13
 # How often a tableau is made; on a device, where nothing may look, always twice.
 _TABLEAUS, _BLIND_TABLEAUS = 4, 2
 
-
 # Of n problems: T `[n, m, m]`; t, the active rows and the current multipliers, `[n, m]` each.
 _Tableau = tuple[Tensor, Tensor, Tensor, Tensor]
 _Stepped = tuple[_Tableau, Tensor, Tensor]
@@ -94,8 +93,7 @@ def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor, q: Ten
     walking = negative.any(-1, keepdim=True) & ~waiting
     s = torch.where(waiting | walking, s, t * active)
     below = free & ~active & (t < -TOLERANCE * (1 + s.sum(-1, keepdim=True)))
-    enters = below & (pivots > least)
-    chosen = torch.where(waiting, pending, torch.where(walking, negative, enters))
+    chosen = torch.where(waiting, pending, torch.where(walking, negative, below & (pivots > least)))
     score = torch.where(waiting, -pivots, torch.where(walking, s / (s - t).clamp(min=1e-300), t))
     new, slope = None, t
     # A row that counts as dependent may lie so far below zero, since `M s + q` vanishes on F.

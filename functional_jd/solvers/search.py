@@ -17,7 +17,7 @@ from functional_jd.torch_compat.torch_internals import (
     under_transform,
 )
 
-Solver: TypeAlias = Literal["host", "device"]
+Solver: TypeAlias = Literal["auto", "host", "device"]
 """Where a search runs: on the host, until it converges, or where its inputs stand, in a fixed number of steps."""
 
 
@@ -28,7 +28,7 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inpu
     tensors with the same batch dimensions, constant to derivatives; `fake` returns empty ones like these.
 
     Returns:
-        A function `run(*tensors, solver)`; its attribute `op` is the operator that searches on the host.
+        A function `run(*tensors, solver)`.
     """
     example = fake(*[torch.empty(1, 1, device="meta")] * inputs)
     results = "Tensor" if isinstance(example, Tensor) else f"({', '.join(['Tensor'] * len(example))})"
@@ -41,12 +41,9 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inpu
             return search(*inputs, True)
         return run_on_host(partial(search, fixed=False), *inputs, apart=True)
 
-    def on_device(*inputs: Tensor) -> Any:
-        return search(*inputs, True)
-
     # What waits for the device cannot be part of a CUDA graph: the compiler cuts its graphs there.
     host_op = _operator(name, on_host, fake, schema, (torch.Tag.cudagraph_unsafe,))
-    device_op = _operator(f"{name}_on_device", on_device, fake, schema, ())
+    device_op = _operator(f"{name}_on_device", lambda *inputs: search(*inputs, True), fake, schema, ())
 
     def run(*inputs: Tensor, solver: Solver = "host") -> Any:
         # The dispatch of an operator takes as long as a small problem, but what records or fakes it must not enter.
@@ -56,7 +53,6 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inpu
             return search(*inputs, True)
         return search(*inputs, False) if inputs[0].is_cpu else on_host(*inputs)
 
-    run.op = host_op  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 

@@ -20,8 +20,7 @@ _PLAIN = {Tensor, nn.Parameter, GradientEdge}
 
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
     """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
-    ends = {get_gradient_edge(x).node for x in inputs}
-    return nodes_from(filter(None, [y.grad_fn for y in outputs]), ends)
+    return nodes_from(filter(None, [y.grad_fn for y in outputs]), {get_gradient_edge(x).node for x in inputs})
 
 
 def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:

@@ -171,8 +171,7 @@ def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullba
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
         found = map(at_least_float32, dense(point.trunk.pullback(cotangent, last=last), shared))
-        trunk = times(list(found), inverse)
-        direction = {"shared": tree_unflatten(structure, trunk), "heads": heads}
+        direction = {"shared": tree_unflatten(structure, times(list(found), inverse)), "heads": heads}
         return direction, torch.where(rows_finite.all(), all_finite(direction), rows_finite)
 
     return products, pullback
