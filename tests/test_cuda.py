@@ -73,7 +73,7 @@ def test_mixed_precision_trains_without_waiting_for_the_device(norm, dtype, engi
     assert all(info.losses[name] < before[name] for name in ("one", "two"))
 
 
-@pytest.mark.parametrize("rule", [fj.upgrad, fj.config, fj.nash_mtl])
+@pytest.mark.parametrize("rule", [partial(fj.upgrad, solver="host"), fj.config, fj.nash_mtl])
 def test_a_rule_on_the_host_waits_once_in_a_step(rule):
     params, batch, how = on_one_gpu(rule())
     state = fj.train_state(params, *batch, **how)
@@ -82,6 +82,19 @@ def test_a_rule_on_the_host_waits_once_in_a_step(rule):
         warnings.simplefilter("always")
         fj.step(state, *batch, **how)
     assert sum("synchroniz" in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.dualproj, fj.mgda])
+def test_a_search_in_one_launch_does_not_wait(rule):
+    pytest.importorskip("triton")
+    J = rows_of_condition(5, 10.0)
+    there = J.cuda()
+    fj.aggregate(rule(), there)  # compiles
+    with waiting("error"):
+        found = fj.aggregate(rule(), there)
+    close((found.weights.cpu(), found.direction.cpu()), fj.aggregate(rule(), J)[1::-1])
+    several = torch.vmap(lambda J: fj.aggregate(rule(), J).direction)(torch.stack([there, 2 * there]))
+    close(several[1], 2 * found.direction)
 
 
 CAPTURED = [fj.mean, fj.upgrad, fj.mgda, fj.dualproj]

@@ -47,8 +47,7 @@ class Aggregator(NamedTuple):
         update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise
             weights.
         on_host: whether `update` is to run on the host if the view stands on an accelerator: one copy there and one
-            back, for more than some 40 launches. Not under transforms. `"auto"`: only if
-            `linear_complementarity(..., solver="auto")` does.
+            back, for more than some 40 launches. Not under transforms. `"auto"`: only where no launch can search.
         sensitivity: the largest norm that a row can add to the direction, whatever the rows, which `noised` needs; else
             None.
         takes: its name and the losses that it can take, if these are not all; `train_state` raises for others. If it
@@ -237,10 +236,11 @@ def unless(absent: Tensor, square: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def where_it_runs(
-    aggregator: Aggregator, seen: Observation, function: Callable[..., Any], *given: Any, apart: bool
+    aggregator: Aggregator, seen: Observation, function: Callable[..., Any], *given: Any, apart: bool, auto: bool = True
 ) -> Any:
-    """`function(*given)`, on the host if the rule runs there, by one copy there and another back: if it is `on_host`,
-    or the device has no float64. `apart`: each result with memory of its own, as users need it.
+    """`function(*given)`, on the host, by a copy each way, if the rule is `on_host` or the device has no float64.
+    `apart`: each result with memory of its own, as users need it. `auto`: one launch may take the place of the host,
+    which alone makes weights that cancel smaller, as `weights_to_sum` does.
     """
     some: Any = given[0] if seen.rows is None else seen.rows
     some = some if seen.losses is None else seen.losses
@@ -248,7 +248,7 @@ def where_it_runs(
         some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
     known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
     narrow = some.device if isinstance(some, Tensor) and not known else None
-    if narrow is None and not (aggregator.on_host and _goes_to_host(given, aggregator.on_host == "auto")):
+    if narrow is None and not (aggregator.on_host and _goes_to_host(given, auto and aggregator.on_host == "auto")):
         return function(*given)
     return run_on_host(function, *given, device=narrow, apart=apart)
 

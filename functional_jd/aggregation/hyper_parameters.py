@@ -27,8 +27,8 @@ def runs_on_host(solver: Solver, *given: Any, auto: bool = False) -> Any:
     """Check where a rule is solved, and whether all of it can go to the host: its tensors `[]` may stand elsewhere."""
     options = ("auto",) * auto + ("host", "device")
     check_option("solver", solver, options, f'The default is "{options[0]}".')
-    movable = all(not isinstance(x, Tensor) or x.is_cpu for x in given)
-    return movable and solver != "device" and (solver == "host" or "auto")
+    can_move = all(not isinstance(x, Tensor) or x.is_cpu for x in given)
+    return can_move and {"auto": "auto", "host": True, "device": False}[solver]
 
 
 def per_objective(

@@ -303,8 +303,7 @@ def loss_vector(losses: Losses) -> Tensor:
             "aggregate: this rule needs the losses, found none. Pass them: aggregate(rule, jacobian, losses=losses)."
         )
     loss_count(losses)
-    leaves = tree_leaves(losses)
-    return torch.cat([on_wide_device(leaf).reshape(-1).double() for leaf in leaves])
+    return torch.cat([on_wide_device(leaf).reshape(-1).double() for leaf in tree_leaves(losses)])
 
 
 def loss_count(losses: Losses) -> int:

@@ -62,8 +62,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         after = torch.where(state.measured, state.after, losses)
         decrease = torch.where(state.calls == 0, 0, state.before.log() - after.log())
         z = torch.softmax(state.logits, dim=0)
-        gradient = z * (decrease - z @ decrease) + decay * state.logits
-        logits, first, second = _adam(state, gradient, rate)
+        logits, first, second = _adam(state, z * (decrease - z @ decrease) + decay * state.logits, rate)
         new = FamoState(logits, first, second, state.calls + 1, losses, after, torch.zeros_like(state.measured))
         return torch.softmax(logits - losses.log(), dim=0), new
 

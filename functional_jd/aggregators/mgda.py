@@ -39,7 +39,9 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "auto") -> Aggregator:
     """
     cap = number("cap", cap, ABOVE_0_TO_1, "It is the largest weight: 1 for none.")
     is_plain = not isinstance(cap, Tensor) and cap == 1
-    solver = "host" if solver == "auto" and not is_plain else solver
+    on_host = runs_on_host(solver, cap, auto=True)
+    if on_host and not is_plain:
+        solver, on_host = "host", True
 
     def check(G: Gramian) -> tuple[()]:
         if not isinstance(cap, Tensor) and cap < 1 / len(G):
@@ -56,7 +58,7 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "auto") -> Aggregator:
         T, M, b, _ = _below_the_cap(G, norms, most, top)
         return _solved(M, b, (top == 0).unsqueeze(0), solver) @ T
 
-    rule = stateless(gramian, weigh)._replace(on_host=runs_on_host(solver, cap, auto=True))
+    rule = stateless(gramian, weigh)._replace(on_host=on_host)
     return rule if is_plain else rule._replace(init=check)
 
 

@@ -76,8 +76,7 @@ def _normal(numbers: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs:
 def _bernoulli(numbers: Any, input: Tensor, p: Any = None) -> Tensor:
     if isinstance(p, float | int) and not 0 <= p <= 1:
         return torch.bernoulli(input, p)
-    probability = input.detach() if p is None else p
-    return _events(numbers, probability, input).to(input.dtype)
+    return _events(numbers, input.detach() if p is None else p, input).to(input.dtype)
 
 
 def _multinomial(numbers: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
@@ -87,8 +86,7 @@ def _multinomial(numbers: Any, input: Tensor, num_samples: int, replacement: boo
     shape, device = [*weights.shape], weights.device
     if not replacement:
         # The smallest of independent exponential waiting times with these rates is that of i with probability p_i.
-        waits = numbers.draw("exponential", shape, torch.float64, device)
-        return (weights / waits).topk(num_samples, dim=-1).indices
+        return (weights / numbers.draw("exponential", shape, torch.float64, device)).topk(num_samples, dim=-1).indices
     below = weights.cumsum(-1)
     total = below[..., -1:]
     u = numbers.draw("uniform", [*shape[:-1], num_samples], torch.float64, device) * total

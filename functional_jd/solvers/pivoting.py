@@ -107,8 +107,7 @@ def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor, q: Ten
     s = torch.where(walking, torch.lerp(s, t, best).clamp(min=0) * (active & ~here), s)
     if new is not None:
         new &= best < torch.inf
-        moved = torch.where(new, best, (s + best * slope).clamp(min=0) * ~here)
-        s = torch.where(new.any(-1, keepdim=True), moved, s)
+        s = torch.where(new.any(-1, True), torch.where(new, best, (s + best * slope).clamp(min=0) * ~here), s)
     # A row that depends on those before it waits no longer.
     exchanged = torch.where(waiting, best < -least, best < torch.inf)
     tableau, t = _pivoted(tableau, t, active, r, here, exchanged)

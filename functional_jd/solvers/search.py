@@ -28,7 +28,7 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inpu
     tensors with the same batch dimensions, constant to derivatives; `fake` returns empty ones like these.
 
     Returns:
-        A function `run(*tensors, solver)`.
+        A function `run(*tensors, solver)`; its attribute `op` is the operator that searches on the host.
     """
     example = fake(*[torch.empty(1, 1, device="meta")] * inputs)
     results = "Tensor" if isinstance(example, Tensor) else f"({', '.join(['Tensor'] * len(example))})"
@@ -53,6 +53,7 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inpu
             return search(*inputs, True)
         return search(*inputs, False) if inputs[0].is_cpu else on_host(*inputs)
 
+    run.op = host_op  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 

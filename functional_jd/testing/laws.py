@@ -274,8 +274,7 @@ def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jaco
     Source: Quinton & Rey, arXiv 2406.16232, among the desired properties.
     """
     check_case(rule, jacobian, others, losses)
-    m = tree_leaves(jacobian)[0].shape[0]
-    a = torch.arange(1, m + 1, dtype=torch.float64)
+    a = torch.arange(1, len(tree_leaves(jacobian)[0]) + 1, dtype=torch.float64)
     b = 2 ** a.flip(0)
     total, *terms = ([rescaled(rows, c) for rows in (jacobian, *others)] for c in (a + b, a, b))
     found = aggregate(rule, total[0], None, *total[1:], losses=losses).direction

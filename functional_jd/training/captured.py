@@ -1,6 +1,7 @@
 """A graph of operators as one CUDA graph: captured once, then replayed by one launch."""
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from threading import Lock
 from typing import Any
 
@@ -126,16 +127,15 @@ class Captured:
             closures = zip(self.static[self.arguments :], tensors[self.arguments :], strict=True)
             if any(own.data_ptr() != given.data_ptr() for own, given in closures):
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
-            moved = [k for k in range(self.arguments) if k >= len(self.newest) or tensors[k] is not self.newest[k]]
-            given = [tensors[k].detach() for k in moved]
-            again = self.newest and any(k < self.donated for k in moved)  # the newest may come in another order
-            copy_each([self.static[k] for k in moved], clone_each(given) if again else given)
-            taken = [x for x in (*tensors[: self.donated], *self.newest) if type(x) is not Donated]
+            kept = len(self.newest) * (all(map(is_, tensors, self.newest)) and Donated not in map(type, self.newest))
+            given = [x.detach() for x in tensors[kept : self.arguments]]  # the newest, if in another order
+            copy_each(self.static[kept : self.arguments], clone_each(given) if self.newest and not kept else given)
+            self.graph.replay()  # the device begins
+            taken = [*tensors[: self.donated], *(x for x in self.newest if not (kept or type(x) is Donated))]
             torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])
             for x in taken:  # whoever passed them, their memory is the next one
                 x.__class__ = Donated
             self.newest = []
-            self.graph.replay()
             fresh = self._fresh()
             self.newest = [x.data for x in self.static[: self.donated]]  # `detach` takes twice as long
             return self.newest + fresh

@@ -245,7 +245,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> RuleAnswer:
     given = seen.products if by_products else plan.view.receive(seen)
     inputs = given, seen.finite, seen.losses, memory, plan.scale_state if scaled else ()
     # A step writes the state again; weights and state of `weights_fn` go to the user as they are.
-    found = where_it_runs(plan.rule, seen, weighed_there, *inputs, apart=not plan.guarded)
+    found = where_it_runs(plan.rule, seen, weighed_there, *inputs, apart=not plan.guarded, auto=plan.guarded)
     device = plan.scale_state.scale.device
     if found.verdict is None or device.type == "cpu" or (has_float64(device) and not plan.rule.on_host):
         return found

@@ -218,8 +218,7 @@ def ours(case: Case, rule: str, backend: str | None) -> Step:
     """`jd.step`, eager or compiled by a backend; captured, the state is donated."""
     losses, buffers = case.losses(), case.buffers
     scale = jd.scale_state(2.0**10, shape=(len(case.heads),)) if case.precision == "float16" else None
-    aggregator = RULES[rule](solver="device") if backend == "cudagraphs" and rule == "upgrad" else RULES[rule]()
-    method: dict[str, Any] = {"losses": losses, "aggregator": aggregator, "optimizer": jd.adamw(LR)}
+    method: dict[str, Any] = {"losses": losses, "aggregator": RULES[rule](), "optimizer": jd.adamw(LR)}
     begin: dict[str, Any] = {} if scale is None else {"scale": scale}
     if buffers:
         begin["buffers"] = {name: x.clone() for name, x in buffers.items()}

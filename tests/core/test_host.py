@@ -1,15 +1,21 @@
 """What goes to the host and comes back: one copy each way, the same numbers, where they stood; and every rule there."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rule_table import RULES, rule_of
 from simulated import simulated
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as jd
 from functional_jd.aggregation.aggregate import aggregate, apply_rule, where_it_runs
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.host import is_capturing, run_on_host
+from functional_jd.solvers import lcp
+from functional_jd.solvers.pivoting import solve_by_pivots
 
 # Of the rules that are built for a number of rows.
 ROWS = dict.fromkeys(("constant", "constrained", "cosmos", "epo", "pbi"), 3)
@@ -119,6 +125,35 @@ def test_a_rule_on_the_host_costs_a_launch_and_a_copy_each_way(name, m):
         assert equal(device.get(found), rule.update(device.get(received), state))
 
 
+@pytest.mark.parametrize("rule", [jd.upgrad, jd.dualproj, jd.mgda])
+def test_a_rule_stays_where_one_launch_can_search(rule, monkeypatch):
+    """The simulated device stands for a GPU, and the search that looks at no value for the launch."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "sim"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(lcp, "_LAUNCHES", True)
+    monkeypatch.setattr(lcp, "_MOST_ROWS_OF_A_LAUNCH", 4)
+
+    def launch(M, q, free, inverses):
+        assert not inverses
+        found = solve_by_pivots(M.repeat_interleave(q.shape[1], 0), q[0], free[0], looks=False)
+        return found[0].view_as(q), found[1]
+
+    stand_in = SimpleNamespace(solve_in_one_launch=launch)
+    monkeypatch.setitem(sys.modules, "functional_jd.solvers.one_launch", stand_in)
+    losses = lambda w, x: (x @ w).square()
+    for m, solver, copies in ((4, "auto", 0), (5, "auto", 1), (4, "host", 1)):
+        with simulated() as device:
+            there = device.put(ill_conditioned(m, 10.0))
+            w = device.put(torch.linspace(-1, 1, m + 3, dtype=torch.float64))
+            device.reset()
+            found = aggregate(rule(solver=solver), there)
+            assert (device.copies_to_host, device.copies_from_host) == (copies, copies)
+            torch.testing.assert_close(device.get(found.weights), aggregate(rule(), ill_conditioned(m, 10.0)).weights)
+            device.reset()
+            jd.weights_fn(losses, rule(solver=solver))(w, there)
+            assert device.copies_from_host == 1  # where weights that cancel become smaller
+
+
 def test_what_aggregate_returns_from_the_host_can_be_saved():
     with simulated() as device:
         found = aggregate(jd.nash_mtl(), device.put(ill_conditioned(3)))
@@ -150,7 +185,7 @@ def test_a_preference_is_copied_once():
                 found = [aggregate(rule, there)]
                 device.reset()
                 found.append(aggregate(rule, there))
-                assert device.copies_to_host == device.copies_from_host == int(rule.on_host)
+                assert device.copies_to_host == device.copies_from_host == bool(rule.on_host)
                 for one in found:
                     assert equal(device.get(one), aggregate(build([1.0, 2.0, 3.0]), rows))
 

@@ -137,7 +137,7 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
         torch.testing.assert_close(found.losses, info.losses)
         torch.testing.assert_close(state.params["w"], expected.params["w"])
         if donate:
-            for read in (before.params["w"].sum, lambda before=before, x=x: take(before, x)):
+            for read in (before.params["w"].sum, *(partial(take, before, y) for y in batches[1:3])):
                 with pytest.raises(RuntimeError, match="has donated"):
                     read()
         else:
