@@ -134,24 +134,6 @@ def test_step_info_of_other_forms_shows_too():
     assert lines(many)[-1].split()[0] == "255"
 
 
-def test_residuals_at_many_points_have_a_row_for_each_term():
-    losses = {
-        "pde": torch.linspace(-1, 2, 300),
-        "wall": torch.tensor([0.5, torch.nan, 3.0]),
-        "energy": torch.tensor(7.0),
-    }
-    finite = torch.ones(304) > 0
-    finite[302] = False  # in leaf order: energy, pde, wall
-    weights = torch.cat([torch.tensor([0.25]), torch.full((300,), 2.0), torch.arange(3.0)])
-    info = jd.StepInfo(losses, weights, finite)
-    assert lines(info)[1:] == [
-        "  objective                    loss         weight  finite",
-        "  energy                          7           0.25     yes",
-        "  pde              300 from -1 to 2    300 times 2     yes",
-        "  wall       3 from 0.5 to 3, 1 nan  3 from 0 to 2  2 of 3",
-    ]
-
-
 def test_a_scale_is_shown_in_powers_of_two():
     one = jd.scale_state()
     each = jd.scale_state(shape=2)._replace(scale=torch.tensor([2.0**-20, 100.0]))
@@ -187,10 +169,6 @@ trees = st.recursive(
 @given(trees, trees)
 def test_whatever_a_record_holds_is_shown(first, second):
     assert lines(Pair(first, second))[0] == "Pair"
-
-
-def test_registered_dataclasses_are_seen_through():
-    assert repr(Pair({"box": 0}, Box(torch.zeros(3, 3)))).endswith("1 tensor, 9 numbers  float32")
 
 
 def everywhere(x):
