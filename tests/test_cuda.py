@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from bounds import check_same, check_stable, check_within, eps, product_bound
 from sequences import rows_of_condition, rows_of_kind
 from torch import nn
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from two_tasks import close, method, two_tasks
 
 import functional_jd as fj
-from functional_jd import distributed
 from functional_jd.core.foreach import clone_each
 from functional_jd.core.safe import cosines
 from functional_jd.solvers.lcp import linear_complementarity
@@ -294,25 +292,3 @@ def test_generators_of_a_gpu_that_is_not_the_current_one_are_put_back():
     state = torch.cuda.get_rng_state(1)
     fj.train_state(x, x, losses=losses, aggregator=fj.config(), optimizer=fj.sgd(0.1))
     assert torch.equal(torch.cuda.get_rng_state(1), state)
-
-
-def _rank(rank, file):
-    """One of two ranks, each on a GPU of its own, with its half of the batch."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=2)
-    counter = distributed.replicate({"counter": torch.tensor([7 + rank], dtype=torch.int16, device="cuda")})["counter"]
-    assert counter.tolist() == [7]
-    params, features, top, batch = two_tasks(dtype=torch.float64)
-    how = method(params, features, top, optimizer=fj.sgd(0.1))
-    whole, _ = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
-    part = [x.chunk(2)[rank].cuda() for x in batch]
-    engine = distributed.replicated()
-    state = fj.train_state(on_gpu(params), *part, engine=engine, **how)
-    found, _ = fj.step(state, *part, engine=engine, **how)
-    check_same(tree_map(lambda leaf: leaf.cpu(), found.params), whole.params)
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_train_as_one_process(tmp_path):
-    torch.multiprocessing.spawn(_rank, (tmp_path / "store",), nprocs=2)

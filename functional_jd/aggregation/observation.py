@@ -54,14 +54,16 @@ class Observation(NamedTuple):
         )
 
     def of_objectives(self, places: Sequence[int]) -> "Observation":
-        """The part of the observation that belongs to some objectives, in their order, whose losses have no names."""
+        """The part of the observation that belongs to some objectives, in order. Scalars in a dict keep their names."""
         some: Callable[[Tensor], Tensor] = lambda x: torch.stack([x[i] for i in places])
         products, losses = self.products, self.losses
         if products is not None:
             products = some(products) if products.ndim == 1 else some(some(products).mT).mT
-        if losses is not None:
+        if isinstance(losses, dict) and all(type(k) is str and getattr(x, "ndim", 1) == 0 for k, x in losses.items()):
+            losses = {key: losses[key] for i, key in enumerate(sorted(losses)) if i in places}
+        elif losses is not None:
             place = count()
-            kept = [[x for x in leaf.reshape(-1).unbind() if next(place) in places] for leaf in tree_leaves(losses)]
-            losses = [torch.stack(leaf) for leaf in kept if leaf]
+            kept = ([x for x in leaf.reshape(-1).unbind() if next(place) in places] for leaf in tree_leaves(losses))
+            losses = list(map(torch.stack, filter(None, kept)))
         rows, *others = (None if x is None else tree_map(some, rows_of(x)) for x in (self.rows, *self.others))
         return self._replace(losses=losses, products=products, rows=rows, others=tuple(others))

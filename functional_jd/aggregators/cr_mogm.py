@@ -57,5 +57,5 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         weights = tree_map(average, state.weights, new)
         return weights, CrMogmState(weights, inner, torch.ones_like(state.started))
 
-    on_host = rule.on_host and (not isinstance(keep, Tensor) or keep.is_cpu)
+    on_host = (not isinstance(keep, Tensor) or keep.is_cpu) and rule.on_host
     return Aggregator(rule.view, init, update, on_host, takes=rule.takes)

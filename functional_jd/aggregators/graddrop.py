@@ -71,8 +71,7 @@ def _entrywise(leaf: Tensor, number: Tensor, leaks: Tensor) -> Tensor:
     values = leaf.detach()
     positive = values.clamp(min=0).sum(0, dtype=torch.float64)  # a sum in the leaf's dtype may overflow
     size = positive - values.clamp(max=0).sum(0, dtype=torch.float64)
-    purity = positive / nonzero(size)
-    picks_positive = number.view_as(size).to(size.device) < purity
+    picks_positive = number.view_as(size).to(size.device) < positive / nonzero(size)
     picked = torch.where(picks_positive, values > 0, values < 0)
     dtype = torch.promote_types(leaf.dtype, torch.float32)
     return torch.where(picked, 1, per_row(leaks.to(leaf.device, dtype), leaf))

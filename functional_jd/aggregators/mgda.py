@@ -40,8 +40,8 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "auto") -> Aggregator:
     cap = number("cap", cap, ABOVE_0_TO_1, "It is the largest weight: 1 for none.")
     is_plain = not isinstance(cap, Tensor) and cap == 1
     on_host = runs_on_host(solver, cap, auto=True)
-    if on_host and not is_plain:
-        solver, on_host = "host", True
+    if not is_plain and solver == "auto":
+        solver, on_host = "host", bool(on_host)
 
     def check(G: Gramian) -> tuple[()]:
         if not isinstance(cap, Tensor) and cap < 1 / len(G):

@@ -54,8 +54,7 @@ def _coefficients(G: Gramian, orders: Tensor) -> Tensor:
     scaled = G / squares.unsqueeze(1)
     products, removed = G, torch.zeros_like(G)
     for block in orders.split(_BLOCK, dim=1):
-        conflicts = _conflicts(scaled, products.gather(1, block).mT, block.mT)
-        change = torch.zeros_like(G).scatter(1, block, conflicts)
+        change = torch.zeros_like(G).scatter(1, block, _conflicts(scaled, products.gather(1, block).mT, block.mT))
         products = products - change @ scaled
         removed = removed + change
     return -removed / squares

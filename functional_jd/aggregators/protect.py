@@ -41,7 +41,7 @@ def protect(rule: Aggregator, primary: str | int | Sequence[str | int], *, solve
     inner = check_within(rule)
     chosen: Any = [primary] if isinstance(primary, str | int) else primary
     if not isinstance(chosen, list | tuple) or not chosen or not all(type(x) in (str, int) for x in chosen):
-        refuse("primary", "a name, an index, or a list of these", primary, 'Pass for instance "safety".')
+        refuse("primary", "a name, an index, or a list of at least one", primary, 'Pass for instance "safety".')
 
     def receive(seen: Observation) -> tuple[Any, Tensor, Tensor]:
         return inner.receive(narrowed(seen, inner.products)), gramian.receive(seen), places_of(chosen, seen)

@@ -50,7 +50,8 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
     """The products of tensors with a factor `[]`, each in its own dtype: of all of one dtype at once."""
-    if len({leaf.dtype for leaf in leaves}) == 1 and not under_transform():
+    # Where the factor requires grad, the derivative of torch's own raises.
+    if len({leaf.dtype for leaf in leaves}) == 1 and not (under_transform() or factor.requires_grad):
         return _times(leaves, factor.to(leaves[0].device, leaves[0].dtype))
     return [leaf * factor.to(leaf.device, leaf.dtype) for leaf in leaves]
 

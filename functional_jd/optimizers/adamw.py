@@ -120,8 +120,7 @@ def adamw(
         fused = fused_adamw and are_numbers and (len(leaves) >= _MANY or not torch.compiler.is_compiling())
         # The kernel of an accelerator takes a rate in float32.
         if exact and fused and alike and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
-            columns = leaves, directions, first, second
-            new = _fused(columns, state.steps, moving, rate, (b1, b2, weight_decay, eps))
+            new = _fused((leaves, directions, first, second), state.steps, moving, rate, (b1, b2, weight_decay, eps))
             params, first, second = [tree_unflatten(structure, list(column)) for column in new]
             return params, AdamwState(state.steps + (1 if moving is None else moving), first, second)
         steps = state.steps + 1
@@ -161,11 +160,8 @@ def _fused(
         lr = rate
         if isinstance(rate, Tensor) and device.type != "cpu":  # a number, if no device has to be waited for
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
-        group: list[list[Tensor]] = []
-        for column in columns:
-            group.append(list(map(column.__getitem__, places)))
-        numbers = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-        new = kernel(*group, steps, moving, *numbers, *settings)
+        group = [list(map(column.__getitem__, places)) for column in columns]
+        new = kernel(*group, steps, moving, *((0.0, lr) if isinstance(lr, Tensor) else (lr, None)), *settings)
         for k, place in enumerate(places):
             moved[place] = new[k :: len(places)]
     return zip(*moved, strict=True)

@@ -191,8 +191,7 @@ def _instance(
 
 def _sharded_entry(entry: dict[str, Any], leaf: Tensor) -> dict[str, Any]:
     """The state of one leaf: a tensor with the shape of its shard is sharded like it."""
-    shape = shard_of(leaf).shape
-    return {key: sharded_as(x, leaf) if x.shape == shape else x for key, x in entry.items()}
+    return {key: sharded_as(x, leaf) if x.shape == shard_of(leaf).shape else x for key, x in entry.items()}
 
 
 def _entries(optimizer: Any) -> list[dict[str, Any]]:

@@ -25,9 +25,10 @@ _EXCHANGES = 10  # they converge within 1 to 9 rounds or not at all
 # costs less than the exchanges that it saves, and products cost less than factors.
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
 _MOST_ROWS_OF_A_LAUNCH = 64
-# The first launch of Triton on a GPU takes a compiler of C and the headers of Python.
-_COMPILERS, _HEADER = (os.environ.get("CC", "gcc"), "clang"), Path(get_path("include"), "Python.h")
-_LAUNCHES = find_spec("triton") is not None and any(map(which, _COMPILERS)) and _HEADER.exists()
+# The first launch of Triton on a GPU takes a compiler of C, that of CC alone if it is set, and the headers of Python.
+_COMPILERS = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+_LAUNCHES = bool(find_spec("triton") and any(map(which, _COMPILERS)) and Path(get_path("include"), "Python.h").exists())
+_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 # From so many entries in all tableaus on, these take about a second.
 _SLOW_FROM = 500_000
 _SLOW = (
@@ -70,9 +71,8 @@ def linear_complementarity(
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
-    if solver == "auto":  # torch.compile traces this, too
-        launches = _LAUNCHES and offset.is_cuda and offset.shape[-1] <= _MOST_ROWS_OF_A_LAUNCH
-        solver = "device" if launches else "host"
+    if solver == "auto":
+        solver = "device" if offset.is_cuda and can_be_launched(offset) else "host"
     if not may_be_differentiated(matrix, offset):
         return _opaque_solution(matrix, offset, allowed, solver=solver)
     s, inverse = _opaque_search(matrix.detach(), offset.detach(), allowed, solver=solver)
@@ -127,9 +127,10 @@ def _search(
 
 
 def can_be_launched(offset: Tensor) -> bool:
-    """Whether Triton runs there, for so few rows on such a device."""
-    runs = offset.is_cuda and _LAUNCHES and torch.cuda.get_device_capability(offset.device) >= (7, 0)
-    return (runs or os.environ.get("TRITON_INTERPRET") == "1") and offset.shape[-1] <= _MOST_ROWS_OF_A_LAUNCH
+    """Whether Triton runs there, for so few rows on such a device; while torch.compile traces, on any GPU."""
+    gpu = offset.is_cuda and _LAUNCHES
+    gpu = gpu and (torch.compiler.is_compiling() or torch.cuda.get_device_capability(offset.device) >= (7, 0))
+    return (gpu or _INTERPRETS) and offset.shape[-1:] <= (_MOST_ROWS_OF_A_LAUNCH,)
 
 
 _opaque_solution = opaque(

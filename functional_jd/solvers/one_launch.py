@@ -109,7 +109,7 @@ def _pivoted(T, t, d, active, i, r):
 @triton.jit
 def _refined(A, T, q, s, active, free, d, least, tolerance):
     """Multipliers after two chord steps by the inverse in the tableau; whether signs are wrong by the matrix, and
-    whether by more than the distance of a row that counts as dependent: 0 or 1.
+    whether to half of the digits: 0 or 1.
     """
     for _ in tl.static_range(2):
         residual = tl.where(active == 1, q + tl.sum(A * s[None, :], axis=1), 0.0)
@@ -117,6 +117,5 @@ def _refined(A, T, q, s, active, free, d, least, tolerance):
     w = q + tl.sum(A * s[None, :], axis=1)
     below = -tolerance * (1.0 + tl.sum(s, axis=0))
     wrong = tl.where(active == 1, (s < below) | (tl.abs(w) > -below), free & (d > least) & (w < below))
-    lowest = below - tl.sqrt(least * tl.maximum(tl.sum(s * (w - q), axis=0), 0.0))
-    bad = tl.where(active == 1, (s < below) | (tl.abs(w) > -lowest), free & (w < lowest))
+    bad = free & (w < below / tl.sqrt(tolerance))
     return s, tl.max(wrong.to(tl.int32), axis=0), tl.max(bad.to(tl.int32), axis=0)

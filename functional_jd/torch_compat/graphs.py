@@ -89,7 +89,8 @@ def written_bases(graph: fx.GraphModule) -> list[fx.Node]:
         if (schema := getattr(node.target, "_schema", None)) is None:
             continue
         for index, argument in enumerate(schema.arguments):
-            hidden = schema.name in _BATCH_NORMS and argument.name.startswith("running_")
+            moves = schema.name in _BATCH_NORMS and node.args[5]  # in training
+            hidden = moves and argument.name.startswith("running_")
             if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
                 given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
                 found += given if isinstance(given, list | tuple) else [given]

@@ -98,8 +98,9 @@ def accumulate(
     own = detach_parameters(params)
     check_buffers(buffers)
     parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
-    if not parts or not all(isinstance(part, tuple) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not parts or not all(isinstance(part, tuple | list) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
+    parts = list(map(tuple, parts))  # loaders return lists
     plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
     plan = plan_of(parts[0], buffers)
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")

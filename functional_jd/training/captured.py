@@ -124,21 +124,22 @@ class Captured:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Copy the inputs in, replay, and return fresh tensors; donated ones keep their static memory."""
         with self.lock, torch.no_grad():
-            closures = zip(self.static[self.arguments :], tensors[self.arguments :], strict=True)
-            if any(own.data_ptr() != given.data_ptr() for own, given in closures):
+            n = self.arguments
+            if [x.data_ptr() for x in self.static[n:]] != [x.data_ptr() for x in tensors[n:]]:
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
             kept = len(self.newest) * (all(map(is_, tensors, self.newest)) and Donated not in map(type, self.newest))
-            given = [x.detach() for x in tensors[kept : self.arguments]]  # the newest, if in another order
-            copy_each(self.static[kept : self.arguments], clone_each(given) if self.newest and not kept else given)
-            self.graph.replay()  # the device begins
+            given = [x.detach() for x in tensors[kept:n]]  # the newest, if in another order
+            copy_each(self.static[kept:n], clone_each(given) if self.newest and not kept else given)
             taken = [*tensors[: self.donated], *(x for x in self.newest if not (kept or type(x) is Donated))]
-            torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])
-            for x in taken:  # whoever passed them, their memory is the next one
-                x.__class__ = Donated
-            self.newest = []
-            fresh = self._fresh()
+            try:
+                self.graph.replay()
+            finally:  # whoever passed them, their memory is the next one
+                torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])
+                for x in taken:
+                    x.__class__ = Donated
+                self.newest = []
             self.newest = [x.data for x in self.static[: self.donated]]  # `detach` takes twice as long
-            return self.newest + fresh
+            return self.newest + self._fresh()
 
     def _fresh(self) -> list[Tensor]:
         """Copies of the results that are not donated: all small ones by one launch."""

@@ -59,7 +59,7 @@ def check_learning(
     """
     if under_transform():
         return []
-    kind, before, journal = plan.kind, tree_map(torch.clone, buffers), journal or StateJournal()
+    kind, journal = plan.kind, journal or StateJournal()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
     points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
@@ -68,11 +68,11 @@ def check_learning(
         with torch.enable_grad(), noting_calls() as calls:
             sample, args = kind.sample(plan.losses, (params, *plan.args[1:]))
             _, (values, (returned, _)) = evaluate_losses(sample, args, plain)
-        _check_written(journal, [*named.items(), *(given for call in calls for given in call.params.items())])
+        _check_written(journal, [*named.items(), *(own for call in calls for own in call.params.items())], buffers)
         if training:
             _warn_of_lost_buffers(journal, calls, returned)
         if getattr(plan.optimizer, "sensitivity", None) is not None:
-            _warn_of_buffers_without_noise(before, returned)
+            _warn_of_buffers_without_noise(buffers, returned)
     found = leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, named, nodes, training)
     unlearned = [name for name, x in named.items() if id(x) not in found]
@@ -131,15 +131,15 @@ def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], tra
         )
 
 
-def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]]) -> None:
-    """Raise for losses that change parameters in place, also by `.data`, and frozen ones that a module is given."""
+def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]], buffers: Tree) -> None:
+    """Raise for losses that change buffers or parameters in place, also by `.data`, and what a module is given."""
     noted = [(x, old) for x, _, old in journal.before.values() if old is not None]
     written = {_memory(x) for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())} - {None}
-    for name, x in named:
+    for name, x in [*named, *zip(tree_names(buffers), tree_leaves(buffers), strict=True)]:
         if _memory(innermost(x)) in written:
             raise ValueError(
-                f"{here()}: expected losses that leave the parameters, found that they change {name!r} in place. "
-                "Compute with another tensor, or carry it as a buffer."
+                f"{here()}: expected losses that leave parameters and buffers, found that they change {name!r} in "
+                "place. Compute with another tensor, and return it as a buffer, as functional(module) does."
             )
 
 
@@ -249,8 +249,7 @@ def check_ranks(
         held = [x.placements if is_sharded(x) else f"{int(checksums([x])[0]):x}" for x in found]
         parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
     for mesh in meshes:
-        mean = partial(over_mesh, "mean", mesh=mesh)
-        check_alike(parts, mean, mesh.device_type, "Build them alike everywhere.")
+        check_alike(parts, partial(over_mesh, "mean", mesh=mesh), mesh.device_type, "Build them alike everywhere.")
 
 
 def keys_of(state: Tree) -> list[Tensor]:

@@ -234,8 +234,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> RuleAnswer:
         if by_products and plan.guarded and finite is None:
             given, finite = without_overflow(given, plan.scale_state.scale.ndim)
         known = seen._replace(losses=losses, products=given if by_products else None)
-        received = plan.view.receive(known) if by_products else given
-        weights, memory = apply_rule(plan.rule, received, memory, known)
+        weights, memory = apply_rule(plan.rule, plan.view.receive(known) if by_products else given, memory, known)
         verdict = verdict_of(scale, finite, losses) if scaled and finite is not None else None
         own = weights
         if by_products:

@@ -136,8 +136,7 @@ def _note_another(optimizer: Optimizer, state: TrainState, error: Exception) -> 
 
 def _opened(plan: Plan, state: TrainState) -> tuple[Any, Plan, TrainState]:
     """The plan and the state of a step whose inputs receive no derivatives where it is skipped."""
-    inputs = plan.args, plan.scale, state.optimizer, state.aggregator
-    token, (args, factor, moments, memory) = opened(inputs)
+    token, (args, factor, moments, memory) = opened((plan.args, plan.scale, state.optimizer, state.aggregator))
     used = state._replace(params=args[0], optimizer=moments, aggregator=memory)
     return token, plan._replace(args=args, scale=factor), used
 

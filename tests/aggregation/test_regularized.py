@@ -1,5 +1,7 @@
 """A rule for some objectives and fixed weights for the others, next to the rule on its own rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from bounds import check_within, eps
@@ -35,6 +37,17 @@ def test_the_rule_receives_the_other_objectives_alone(name):
     torch.testing.assert_close(found.direction["w"], expected.direction["w"] + 0.25 * J["w"][1])
     again = jd.aggregate(jd.regularized(rule, {"kl": 0.25}), rows(1), found.state, losses=LOSSES)
     torch.testing.assert_close(again.state, jd.aggregate(rule, without(rows(1)), expected.state, losses=OWN).state)
+
+
+def test_the_rule_knows_the_names_of_the_others():
+    J, own = rows(), ("task", "kl", "safety", "fit")  # in order: fit, kl, safety, task
+    losses = {name: torch.tensor(float(k)) for k, name in enumerate(own)}
+    for name in ("task", "safety", "fit"):
+        protect = partial(jd.aggregators.protect, jd.total())
+        place = sorted(set(own) - {"kl"}).index(name)
+        found, expected = (jd.regularized(protect(x), {"kl": 0.1}) for x in (name, place))
+        weights = jd.aggregate(found, J, losses=losses).weights
+        assert torch.equal(weights, jd.aggregate(expected, J, losses=losses).weights)
 
 
 @given(st.floats(-4, 4), st.floats(-4, 4), st.sampled_from(["upgrad", "config", "mean", "uw"]))

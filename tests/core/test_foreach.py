@@ -6,7 +6,7 @@ from simulated import simulated
 from torch import nn
 
 import functional_jd as jd
-from functional_jd.core.foreach import clone_each, copy_each, where_each
+from functional_jd.core.foreach import clone_each, copy_each, times, where_each
 
 SHAPES = [(3,), (), (2, 3), (5,), (1, 2), (4,), (7,), (0,), (20_000,)]
 DTYPES = [torch.float32, torch.int64, torch.float64]
@@ -71,6 +71,14 @@ def test_copies_have_the_same_bits_and_their_strides():
             assert (x.dtype, x.shape) == (y.dtype, y.shape)
             assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) if x.ndim else x == y
             assert z.is_contiguous() or z.mT.is_contiguous()
+
+
+def test_products_have_derivatives_by_their_factor():
+    leaves = [torch.arange(3.0), torch.ones(2, requires_grad=True)]
+    factor = torch.tensor(2.0, requires_grad=True)
+    sum(x.sum() for x in times(leaves, factor)).backward()
+    assert factor.grad == 5
+    assert torch.equal(leaves[1].grad, torch.full((2,), 2.0))
 
 
 def test_copies_keep_the_graph_of_what_is_copied():

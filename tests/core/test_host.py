@@ -152,6 +152,7 @@ def test_a_rule_stays_where_one_launch_can_search(rule, monkeypatch):
             device.reset()
             jd.weights_fn(losses, rule(solver=solver))(w, there)
             assert device.copies_from_host == 1  # where weights that cancel become smaller
+    assert [rule().on_host, jd.cr_mogm(rule()).on_host, jd.mgda(cap=0.5).on_host] == ["auto", "auto", True]
 
 
 def test_what_aggregate_returns_from_the_host_can_be_saved():

@@ -109,31 +109,6 @@ def test_a_skipped_step_says_so():
     assert lines(info)[-1].split() == ["1", "nan", "0.5"]
 
 
-def test_a_skipped_step_says_how_to_find_the_row_where_it_shows_none():
-    def losses(p, x, y):
-        return {"far": torch.where(y.isfinite(), (x * p["w"] - y).square(), 0.0).sum(), "near": p["w"].square()}
-
-    how = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
-    batch = torch.ones(2), torch.tensor([1.0, torch.nan])
-    state, info = jd.step(jd.train_state({"w": torch.ones(())}, *batch, **how), *batch, **how)
-    assert lines(info)[0].endswith("finite; diagnose(jacobian) shows in which row")
-    jacobian, values = jd.jacobian_fn(losses)(state.params, *batch)
-    table = jd.diagnostics.describe(jd.diagnostics.diagnose(jacobian), jd.objective_names(values))
-    assert [line.split()[:2] for line in table.splitlines()[-2:]] == [["far", "nan"], ["near", "2"]]
-
-
-def test_step_info_of_other_forms_shows_too():
-    entrywise = jd.StepInfo(torch.ones(2), {"w": torch.ones(2, 3)}, torch.tensor(True))
-    assert lines(entrywise)[0] == "StepInfo: step taken, weights entry by entry"
-    replicas = jd.StepInfo({"a": torch.ones(5), "b": torch.ones(5)}, torch.ones(5, 2), torch.ones(5) > 0)
-    assert lines(replicas)[0] == "StepInfo"
-    assert "tensor [5, 2]" in repr(replicas)
-    many = jd.StepInfo(torch.arange(256.0), torch.ones(256), torch.ones(256) > 0)
-    assert len(lines(many)) == 22
-    assert "... 237 more" in repr(many)
-    assert lines(many)[-1].split()[0] == "255"
-
-
 def test_a_scale_is_shown_in_powers_of_two():
     one = jd.scale_state()
     each = jd.scale_state(shape=2)._replace(scale=torch.tensor([2.0**-20, 100.0]))

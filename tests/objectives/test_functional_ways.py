@@ -301,7 +301,9 @@ def deletes(layer):
 
 
 LEAVES = "functional: forward must leave its parameters, found that it "
-WRITTEN = r"train_state: expected losses that leave the parameters, .* change '(shared\.)?first\.weight' in place"
+WRITTEN = (
+    r"train_state: expected losses that leave parameters and buffers, .* change '(shared\.)?first\.weight' in place"
+)
 REFUSED = {
     "copies": (writes(copies), LEAVES + r"has changed 'first\.weight' in place\. Make"),
     "sets data": (writes(sets_data), LEAVES + r"has changed 'first\.weight' in place\. Make"),

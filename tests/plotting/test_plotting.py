@@ -160,17 +160,6 @@ def test_rules_and_projections_end_where_they_should(rows):
     assert _labels(ax) == ["dual cone", *(["projections"] if moved else []), *RULES]
 
 
-def test_rows_are_arrows_with_names():
-    ax = plotting.cone(CONFLICTED, names=["left", "right"])
-    np.testing.assert_array_equal(_arrows(ax), CONFLICTED)
-    assert [text.get_text() for text in ax.texts if text.get_text()] == ["left", "right"]
-    named = plotting.cone(CONFLICTED, losses={"b": torch.tensor(1.0), "a": torch.tensor(2.0)})
-    assert [text.get_text() for text in named.texts if text.get_text()] == ["a", "b"]
-    assert ax.get_aspect() == 1
-    for low, high, column in zip(*np.transpose([ax.get_xlim(), ax.get_ylim()]), CONFLICTED.T, strict=True):
-        assert low < column.min() <= column.max() < high
-
-
 rows_on_the_plane = st.lists(st.tuples(*[st.integers(-4, 4)] * 2), min_size=1, max_size=4)
 
 
@@ -318,31 +307,7 @@ def test_no_start_knows_of_the_others_and_every_kind_of_rule_runs():
         torch.testing.assert_close(together.losses, torch.vmap(torch.vmap(problem.losses))(together.points))
 
 
-def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
-    problem = plotting.quadratics()
-    path = plotting.descend(problem, jd.mean(), steps=4)
-    ax = plotting.trajectories(problem, {"mean": path})
-    drawn = [line.get_xydata() for line in ax.get_lines() if line.get_color() == plotting.PALETTE[0]]
-    np.testing.assert_array_equal(drawn, path.points.swapaxes(0, 1))
-    np.testing.assert_array_equal(_lines(ax)["Pareto set"].get_xydata(), problem.pareto)
-    np.testing.assert_array_equal(_lines(ax)["start"].get_xydata(), problem.starts)
-    assert _labels(ax) == ["Pareto set", "start", "mean", "loss 0", "loss 1"]
-    assert ax.get_aspect() == 1
-    for index, contours in enumerate(ax.collections):
-        level = contours.levels[3]
-        for x, y in contours.get_paths()[3].vertices[::50]:
-            assert _bowls(x, y)[index] == pytest.approx(level, rel=1e-2)
-
-
 # The front
-
-
-def test_the_knee_and_the_ideal_point_of_a_front_are_marked():
-    # The last two are dominated: the least losses on the front are those of the others.
-    losses = torch.tensor([[0.5, 1.0], [0.6, 0.2], [1.0, 0.1], [0.7, 0.9], [torch.nan, 0.0]], dtype=torch.float64)
-    ax = plotting.front(jd.fronts.Front(None, losses, losses))
-    np.testing.assert_array_equal(_lines(ax)["knee"].get_xydata(), losses[1:2])
-    np.testing.assert_array_equal(_lines(ax)["ideal"].get_xydata(), [[0.5, 0.1]])
 
 
 def test_the_area_up_to_the_reference_is_the_hypervolume():
@@ -394,13 +359,3 @@ def test_plots_say_what_is_wrong_before_they_make_a_figure(message):
     with pytest.raises(of_records, match=message):
         WRONG[message]()
     assert not plt.get_fignums()
-
-
-def test_axes_that_do_not_fit_are_named():
-    space = {"projection": "3d"}
-    with pytest.raises(ValueError, match=r'3 dimensions need axes of the same number.*"projection": "3d"'):
-        plotting.cone(SPATIAL, ax=plt.subplots()[1])
-    with pytest.raises(ValueError, match="2 dimensions need"):
-        plotting.cone(CONFLICTED, ax=plt.subplots(subplot_kw=space)[1])
-    with pytest.raises(ValueError, match="one Axes per plot, 2 in all, found 3"):
-        plotting.history(_infos(), ax=plt.subplots(3, 1)[1])

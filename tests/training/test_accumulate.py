@@ -254,6 +254,7 @@ def test_what_is_refused():
     usual = {"params": SHARED, "aggregator": jd.upgrad()}
     call = lambda p, losses=plain, **more: jd.accumulate(losses, p, **(usual | more))
     some = lambda params, x, y: plain(params, x, y) if x[0, 0] == X[0, 0] else {"a": plain(params, x, y)["a"]}
+    check_same(call(map(list, parts())).direction, call(parts()).direction)  # as loaders return them
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),

@@ -280,6 +280,13 @@ def test_what_does_not_fit_is_named():
             fj.step(state, x, **how(lambda p, *_, returned=start | changed: (p, returned)))
     with pytest.raises(ValueError, match=r"step: the losses must return buffers .*structure .* differs in \['n'\]"):
         fj.step(state, x, **how(lambda p, *_: (p, {"a": start["a"]})))
+    for write in (lambda b: b["a"].lerp_(torch.ones(2), 0.1), lambda b: b["n"].add_(1)):
+        with pytest.raises(
+            ValueError, match=r"train_state: expected losses that leave .* buffers, .* change '[an]' in"
+        ):
+            fj.train_state(
+                params, x, buffers=start, **how(lambda p, b, x, write=write: (p, b | {"new": write(b)} and b))
+            )
     trunk = {"shared": params, "heads": ()}
     for features, found in ((lambda p, b, x: p * x, "Tensor"), (lambda p, b, x: (p * x, b, b), "tuple")):
         tasks = fj.multitask(features, lambda own, h, b, x: (h, b))

@@ -147,6 +147,21 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
     torch.testing.assert_close(take(state, x)[1].losses["b"], torch.tensor(3.0))
 
 
+def test_a_replay_that_fails_leaves_no_state_to_read(without_a_gpu, monkeypatch):
+    def fail(_):
+        raise KeyboardInterrupt
+
+    take = jd.compiled(lambda s, x: s + x, backend="cudagraphs", donate=True)
+    states = [take(torch.zeros(3), torch.ones(3))]
+    states.append(torch.full((3,), 5.0))
+    monkeypatch.setattr(Graph, "replay", fail)
+    with pytest.raises(KeyboardInterrupt):
+        take(states[1], torch.ones(3))
+    for state in states:
+        with pytest.raises(RuntimeError, match="has donated"):
+            state.sum()
+
+
 def test_a_front_is_that_of_operators(without_a_gpu):
     losses = lambda p, x: torch.stack([(p - x).square().sum(), (p + 1).square().sum()])
     how = {"losses": losses, "optimizer": jd.adamw(0.05), "preferences": jd.fronts.lattice(2, 4)}

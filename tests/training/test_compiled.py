@@ -447,6 +447,15 @@ def test_tensors_of_closures_are_seen_as_they_are(backend):
     assert f(x)[1] == 4, "the closure itself, as in eager code"
 
 
+def test_a_frozen_module_may_normalise_by_its_statistics():
+    teacher, x = torch.nn.BatchNorm1d(3).eval(), torch.arange(12.0).view(4, 3)
+    f = lambda x: teacher(x).square().mean()
+    equal(jd.compiled(f, backend="eager")(x), f(x))
+    teacher.train()
+    with pytest.raises(ValueError, match="the function must be pure, found that it changes a tensor"):
+        jd.compiled(f, backend="eager")(x)
+
+
 @pytest.mark.parametrize("way", ["functional", "functional_call"])
 def test_the_modes_of_modules_choose_the_graph(way):
     nn = torch.nn
