@@ -5,7 +5,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from sysconfig import get_path
+from sysconfig import get_config_var
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ _EXCHANGES = 10  # they converge within 1 to 9 rounds or not at all
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
 _MOST_ROWS_OF_A_LAUNCH = 64
 # The first launch of Triton on a GPU takes a compiler of C, that of CC alone if it is set, and the headers of Python.
-_COMPILERS = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-_LAUNCHES = bool(find_spec("triton") and any(map(which, _COMPILERS)) and Path(get_path("include"), "Python.h").exists())
+_COMPILERS, _HEADERS = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"], get_config_var("INCLUDEPY") or ""
+_LAUNCHES = bool(find_spec("triton") and any(map(which, _COMPILERS)) and Path(_HEADERS, "Python.h").exists())
 _INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 # From so many entries in all tableaus on, these take about a second.
 _SLOW_FROM = 500_000
