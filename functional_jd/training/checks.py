@@ -132,7 +132,7 @@ def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], tra
 
 
 def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]], buffers: Tree) -> None:
-    """Raise for losses that change buffers or parameters in place, also by `.data`, and what a module is given."""
+    """Raise for losses that change buffers or parameters in place, also by `.data`, and tensors given to modules."""
     noted = [(x, old) for x, _, old in journal.before.values() if old is not None]
     written = {_memory(x) for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())} - {None}
     for name, x in [*named, *zip(tree_names(buffers), tree_leaves(buffers), strict=True)]:

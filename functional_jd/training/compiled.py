@@ -204,7 +204,7 @@ def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
     known = [kind for kind in sorted({"cpu", *(x.device.type for x in tensors)}) if is_autocast_available(kind)]
     autocast = tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in known])
     modes = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return autocast, torch.get_default_dtype(), torch.get_default_device(), modes
+    return autocast, torch.get_default_dtype(), graphs.has_torch_function((0,)) and torch.get_default_device(), modes
 
 
 def _check(arguments: Any, leaves: list[Any]) -> None:
