@@ -160,7 +160,9 @@ def _fused(
         lr = rate
         if isinstance(rate, Tensor) and device.type != "cpu":  # a number, if no device has to be waited for
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
-        group = [list(map(column.__getitem__, places)) for column in columns]
+        group: list[list[Tensor]] = []
+        for column in columns:
+            group.append(list(map(column.__getitem__, places)))
         new = kernel(*group, steps, moving, *((0.0, lr) if isinstance(lr, Tensor) else (lr, None)), *settings)
         for k, place in enumerate(places):
             moved[place] = new[k :: len(places)]

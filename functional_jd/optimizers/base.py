@@ -57,10 +57,7 @@ def check_inner(optimizer: Any, name: str = "optimizer", cure: str = "") -> None
     check_optimizer(optimizer, name, cure)
     if optimizer.search is not None or optimizer.sensitivity is not None:
         found = "that adds noise (noised)" if optimizer.search is None else "that compares losses (line_search)"
-        raise ValueError(
-            f"{here()}: {name} must not compare losses or add noise, found an optimizer {found}. Pass the optimizer "
-            "inside it."
-        )
+        raise ValueError(f"{here()}: {name} must not compare losses or add noise, found one {found}. Unwrap it.")
 
 
 def check_settings(*, tensors: Sequence[str] = ("lr",), **values: Any) -> None:

@@ -150,7 +150,7 @@ def test_a_step_with_another_rule_than_the_one_that_was_checked_is_refused(compi
 
 
 def test_noise_for_a_group_alone_is_refused():
-    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found an optimizer that adds noise"):
+    with pytest.raises(ValueError, match=r"by_label: the optimizer 'x' must not .* found one that adds noise"):
         fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
 
 

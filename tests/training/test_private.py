@@ -181,7 +181,7 @@ def test_mistakes_are_named():
         (fj.line_search(fj.sgd(1.0), [1.0]), "compares losses"),
         (fj.noised(fj.sgd(1.0), key(0), 1.0, 1.0, 4), "adds noise"),
     ):
-        with pytest.raises(ValueError, match=f"private: optimizer must not .* found an optimizer that {words}"):
+        with pytest.raises(ValueError, match=f"private: optimizer must not .* found one that {words}"):
             method(optimizer=optimizer)
     with pytest.warns(
         UserWarning, match=r"private: noise_multiplier 0 adds no noise, so that nothing .* protected\. A"
