@@ -59,7 +59,7 @@ class Observation(NamedTuple):
         products, losses = self.products, self.losses
         if products is not None:
             products = some(products) if products.ndim == 1 else some(some(products).mT).mT
-        if isinstance(losses, dict) and all(type(k) is str and getattr(x, "ndim", 1) == 0 for k, x in losses.items()):
+        if type(losses) is dict and all(type(k) is str and getattr(x, "ndim", 1) == 0 for k, x in losses.items()):
             losses = {key: losses[key] for i, key in enumerate(sorted(losses)) if i in places}
         elif losses is not None:
             place = count()

@@ -1,7 +1,6 @@
 """The protocol of optimizers, and the parts that `sgd` and `adamw` share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,7 +12,6 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
 from functional_jd.core.tree import floating_leaves, leaves_like, shards_of, tree_map, tree_names, tree_sharded_as
 from functional_jd.core.types import Direction, Losses, Params, Tree
-from functional_jd.torch_compat.torch_internals import has_values
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 """A number, a tensor `[]`, or a schedule `steps -> lr` of the number of steps taken so far, int64 `[]`."""
@@ -76,12 +74,6 @@ def check_settings(*, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
         if name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
             expected = "a number, a tensor or a schedule" if name == "lr" else "a number"
             check_number(name, value, NOT_NEGATIVE, cure, expected, name in tensors)
-        elif not torch.compiler.is_compiling():
-            with suppress(RuntimeError):  # of tensors on other devices
-                rate: Any = value(torch.zeros((), dtype=torch.int64))
-                read = isinstance(rate, Tensor) and rate.ndim == 0 and rate.is_cpu and has_values(rate)
-                cure, expected = "The schedule returned this for 0 steps.", "a number or a tensor []"
-                check_number("lr", rate.item() if read else rate, NOT_NEGATIVE, cure, expected, tensors=True)
 
 
 def check_betas(betas: Any) -> tuple[float, float]:

@@ -123,11 +123,10 @@ def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
     Tensors that the function made of numbers stay.
     """
     nodes = list(graph.graph.nodes)
-    after = next((node for node in nodes if node.op != "placeholder"), None)
+    own = [x for x in nodes if x.op == "get_attr" and _outside(x) and isinstance(getattr(graph, x.target, 0), Tensor)]
+    after = next((node for node in nodes if node.op != "placeholder" and node not in own), None)
     found: dict[str, tuple[fx.Node, Tensor]] = {}
-    for node in nodes:
-        if node.op != "get_attr" or not _outside(node) or not isinstance(getattr(graph, node.target, None), Tensor):
-            continue
+    for node in own:
         if node.target not in found:
             with graph.graph.inserting_before(after):
                 found[node.target] = graph.graph.placeholder(node.target), getattr(graph, node.target)

@@ -129,9 +129,10 @@ class Captured:
                 raise ValueError("compiled: tensors of closures must keep their memory, found another one. Pass it.")
             kept = len(self.newest) * (all(map(is_, tensors, self.newest)) and Donated not in map(type, self.newest))
             given = [x.detach() for x in tensors[kept:n]]  # the newest, if in another order
-            copy_each(self.static[kept:n], clone_each(given) if self.newest and not kept else given)
+            given = clone_each(given) if self.newest and not kept else given
             taken = [*tensors[: self.donated], *(x for x in self.newest if not (kept or type(x) is Donated))]
             try:
+                copy_each(self.static[kept:n], given)
                 self.graph.replay()
             finally:  # whoever passed them, their memory is the next one
                 torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])

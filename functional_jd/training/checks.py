@@ -59,7 +59,7 @@ def check_learning(
     """
     if under_transform():
         return []
-    kind, journal = plan.kind, journal or StateJournal()
+    kind, before, journal = plan.kind, tree_map(torch.clone, buffers), journal or StateJournal()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
     points = tree_leaves(params)
     named = dict(zip(tree_names(params), points, strict=True))
@@ -72,7 +72,7 @@ def check_learning(
         if training:
             _warn_of_lost_buffers(journal, calls, returned)
         if getattr(plan.optimizer, "sensitivity", None) is not None:
-            _warn_of_buffers_without_noise(buffers, returned)
+            _warn_of_buffers_without_noise(before, returned)
     found = leaves_behind(nodes := _nodes(tree_leaves(values)))
     _warn_of_float16(plan, named, nodes, training)
     unlearned = [name for name, x in named.items() if id(x) not in found]

@@ -58,9 +58,9 @@ def train_state(
         TypeError: parameters that are not floating-point tensors; what `step` raises.
         ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
             parameter of its own as well as those it is given; noise without effect (`noised`); losses that change
-            parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
-            m; losses that the rule cannot take, such as negative ones, or that are not finite where it remembers them;
-            tied weights at two places.
+            buffers or parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that
+            does not fit m; losses that the rule cannot take, such as negative ones, or that are not finite where it
+            remembers them; tied weights at two places.
 
     Warns:
         UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;

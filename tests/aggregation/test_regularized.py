@@ -1,5 +1,6 @@
 """A rule for some objectives and fixed weights for the others, next to the rule on its own rows."""
 
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -48,6 +49,9 @@ def test_the_rule_knows_the_names_of_the_others():
         found, expected = (jd.regularized(protect(x), {"kl": 0.1}) for x in (name, place))
         weights = jd.aggregate(found, J, losses=losses).weights
         assert torch.equal(weights, jd.aggregate(expected, J, losses=losses).weights)
+    ordered = OrderedDict(zip("zam", torch.arange(1.0, 4).unbind(), strict=True))
+    values = jd.regularized(jd.stateless(jd.views.losses, lambda values: values), {"z": 0.5})
+    assert jd.aggregate(values, {"w": J["w"][:3]}, losses=ordered).weights.tolist() == [0.5, 2, 3]
 
 
 @given(st.floats(-4, 4), st.floats(-4, 4), st.sampled_from(["upgrad", "config", "mean", "uw"]))

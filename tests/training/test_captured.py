@@ -147,14 +147,15 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
     torch.testing.assert_close(take(state, x)[1].losses["b"], torch.tensor(3.0))
 
 
-def test_a_replay_that_fails_leaves_no_state_to_read(without_a_gpu, monkeypatch):
-    def fail(_):
+@pytest.mark.parametrize("where", ["replay", "copy"])
+def test_a_call_that_fails_leaves_no_state_to_read(without_a_gpu, monkeypatch, where):
+    def fail(*_):
         raise KeyboardInterrupt
 
     take = jd.compiled(lambda s, x: s + x, backend="cudagraphs", donate=True)
     states = [take(torch.zeros(3), torch.ones(3))]
     states.append(torch.full((3,), 5.0))
-    monkeypatch.setattr(Graph, "replay", fail)
+    monkeypatch.setattr(*{"replay": (Graph, "replay"), "copy": (captured, "copy_each")}[where], fail)
     with pytest.raises(KeyboardInterrupt):
         take(states[1], torch.ones(3))
     for state in states:

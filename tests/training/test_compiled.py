@@ -445,6 +445,9 @@ def test_tensors_of_closures_are_seen_as_they_are(backend):
     assert not f(x)[0].requires_grad
     f(x)[1].add_(1)
     assert f(x)[1] == 4, "the closure itself, as in eager code"
+    equal(
+        jd.compiled(lambda x: weight * factor * x, backend=backend)(x), weight * factor * x
+    )  # two constants come first
 
 
 def test_a_frozen_module_may_normalise_by_its_statistics():
