@@ -16,26 +16,26 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_695  # goal 12,500
-LINES = 23_145  # goal 22,000
+CODE_LINES = 13_685  # goal 12,500
+LINES = 23_134  # goal 22,000
 FILES = 189
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
     ("core",): 1_481,  # goal 1,300
-    ("torch_compat",): 1_425,  # goal 1,200
-    ("random",): 793,
+    ("torch_compat",): 1_424,  # goal 1,200
+    ("random",): 790,
     ("solvers",): 1_376,
     ("precision",): 1_099,
     ("objectives",): 992,
     ("aggregation", "aggregators"): 4_393,
-    ("optimizers",): 1_161,
+    ("optimizers",): 1_152,
     ("engines",): 3_687,
     ("training",): 2_541,  # goal 2,000
     ("distributed",): 446,
     ("diagnostics", "fronts"): 1_281,  # goal 1,200
-    ("testing",): 1_279,
+    ("testing",): 1_278,
     ("plotting", "__main__.py"): 1_007,
 }
 """Lines of a room, at most. A room that needs more gives up something."""
