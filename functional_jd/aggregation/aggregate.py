@@ -37,7 +37,7 @@ class Aggregator(NamedTuple):
     tensor `[]`; one number per objective is a sequence, or a tensor `[m]`, which is copied. Input that is not finite
     gives weights, and a state, that are not finite: keep the previous state, as `step` does. Off the CPU,
     `solver="host"` computes on the host, with one copy there and one back; `"device"` stays; `"auto"` stays where one
-    launch can search: on a GPU with Triton and a C compiler, for up to 64 objectives.
+    launch can search: on a GPU with Triton, a C compiler and Python's headers, for up to 64 objectives.
 
     Attributes:
         view: a `View`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or one made of

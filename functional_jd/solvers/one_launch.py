@@ -108,7 +108,7 @@ def _pivoted(T, t, d, active, i, r):
 
 @triton.jit
 def _refined(A, T, q, s, active, free, d, least, tolerance):
-    """Multipliers after two chord steps by the inverse in the tableau; whether signs are wrong by the matrix, and
+    """Multipliers after two chord steps by the inverse in the tableau; whether the conditions fail by the matrix, and
     whether to half of the digits: 0 or 1.
     """
     for _ in tl.static_range(2):
@@ -117,5 +117,5 @@ def _refined(A, T, q, s, active, free, d, least, tolerance):
     w = q + tl.sum(A * s[None, :], axis=1)
     below = -tolerance * (1.0 + tl.sum(s, axis=0))
     wrong = tl.where(active == 1, (s < below) | (tl.abs(w) > -below), free & (d > least) & (w < below))
-    bad = free & (w < below / tl.sqrt(tolerance))
+    bad = free & (tl.where(active == 1, tl.minimum(s, -tl.abs(w)), w) < below / tl.sqrt(tolerance))
     return s, tl.max(wrong.to(tl.int32), axis=0), tl.max(bad.to(tl.int32), axis=0)
