@@ -53,15 +53,15 @@ def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkey
 
 def test_every_training_has_its_own_state():
     """A training among four is the same alone, although `NashMTL` begins with the last solution."""
-    built = Peer("nash_mtl", 2, 20)
+    built = Peer("nash_mtl", 2, 6)
     method = Method(lambda key: built.aggregator())
-    four = train(PROBLEM, method, DRAWS, RATES, torch.ones(2, 2, 2), 20)
+    four = train(PROBLEM, method, DRAWS, RATES, torch.ones(2, 2, 2), 6, whole=True)
     assert len({id(one) for one in built.own}) == 4
     second = SimpleNamespace(**{**vars(DRAWS), "numbers": (1,), "data": DRAWS.data[1:]})
-    alone = train(PROBLEM, method, second, RATES[1:, 1:], torch.ones(1, 1, 2), 20)
+    alone = train(PROBLEM, method, second, RATES[1:, 1:], torch.ones(1, 1, 2), 6, whole=True)
     torch.testing.assert_close(alone.parts[:, 0, 0], four.parts[:, 1, 1], rtol=1e-3, atol=1e-4)
     assert len(built.apart) == 2
-    assert torch.stack(built.apart[0]).shape == (20, 4)
+    assert torch.stack(built.apart[0]).shape == (6, 4)
 
 
 def test_steps_without_a_direction_are_skipped_and_counted(monkeypatch):
