@@ -1,9 +1,7 @@
 """The top level: what it lists, where the names stand that have left it, and what loads only when it is named."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -38,14 +36,6 @@ else:
 def test_the_table_of_contents_is_short():
     assert len(functional_jd.__all__) <= 90
     assert len(set(functional_jd.__all__)) == len(functional_jd.__all__)
-
-
-def test_old_names_are_gone():
-    text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    table = text.partition("### Migrating from 0.2")[2].partition("\n\n|")[2].partition("\n\n")[0]
-    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split(" | ")[0])]
-    assert len(names) > 40
-    assert not [name for name in names if hasattr(functional_jd, name)]
 
 
 def test_a_name_that_never_was_is_an_error():

@@ -53,10 +53,11 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         towards = pull > 0
         free = balancing & towards & ~worst
         least = torch.where(balancing & towards.any() & ~towards & ~worst, pull, 0)
-        gains = torch.where(balancing, pull, C.sum(1))
-        return _best_weights(C, gains, free, least, torch.where(balancing, 0, pull), solver)
+        gains, proportion = torch.where(balancing, pull, C.sum(1)), torch.where(balancing, 0, pull)
+        return _best_weights(C, gains, free, least, proportion, solver)
 
-    return stateless(gramian_and_losses, weigh, on_host=runs_on_host(solver, tolerance))
+    rule = stateless(gramian_and_losses, weigh, on_host=runs_on_host(solver, tolerance))
+    return rule._replace(takes=("epo", NOT_NEGATIVE))
 
 
 def _adjustment(losses: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +72,8 @@ def _adjustment(losses: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _best_weights(
     C: Gramian, gains: Tensor, free: Tensor, least: Tensor, proportion: Tensor, solver: Solver
 ) -> Weights:
-    """The w of the simplex with the largest `gains'w`, subject to `(C w)_i >= least_i` where not free.
-
-    And to `proportion'w >= min(0, max_i proportion_i)`, or to missing that by the least amount.
+    """The w of the simplex with the largest `gains'w`, subject to `(C w)_i >= least_i` where not free,
+    and to `proportion'w >= min(0, max_i proportion_i)`, or to missing that by the least amount.
     """
     one, none = torch.ones_like(gains), torch.zeros_like(gains[:1])
     proportion = proportion / order_of(proportion)

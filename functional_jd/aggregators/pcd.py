@@ -19,8 +19,8 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
     """Stay near the first objective's gradient, with at least a share tau of its own progress for every other one.
 
     `d = argmin { |d - h_0| : <h_j, d> >= tau_j |h_j|^2 for j > 0 }`, where `h_i` is row i divided by its running norm,
-    the root of a running mean of squares; `direction = |g_0| d / |d|`. In unit rows n_j with cosines C, `d = |h_0| n_0
-    + s'n` with multipliers `s = LCP(C, |h_0| C_0 - tau |h|)`, s_0 = 0.
+    the root of a running mean of squares from 0; `direction = |g_0| d / |d|`. In unit rows n_j with cosines C, `d =
+    |h_0| n_0 + s'n` with multipliers `s = LCP(C, |h_0| C_0 - tau |h|)`, s_0 = 0.
 
     Args:
         tau: the share, in [0, 1]: one number for all, or `[m - 1]`, one per objective except the first.

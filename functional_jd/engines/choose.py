@@ -90,7 +90,7 @@ def _positions(batch: tuple[Any, ...]) -> int:
     for argument in batch:
         for x in [argument] if isinstance(argument, Tensor) else tree_leaves(argument):
             if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                return x.shape[:-1].numel() if x.ndim > 1 and x.is_floating_point() else x.numel()
+                return x.shape[:-1].numel() if x.ndim > 1 and x.is_floating_point() and not x.is_nested else x.numel()
     return 1
 
 

@@ -90,7 +90,7 @@ def lattice(m: int, divisions: int) -> Tensor:
     check_integer("divisions", divisions, 1, "For two objectives there are divisions + 1 preferences.")
     count = comb(divisions + m - 1, m - 1)
     if count > _MOST:
-        expected = f"such that there are at most 2^20 preferences, not {count},"
+        expected = f"such that there are at most 2^20 preferences, not {count}"
         refuse("divisions", expected, divisions, "Take fewer.", ValueError)
     # A preference is a row of `divisions` stars that m - 1 bars part: entry i counts the stars before bar i.
     places = list(combinations(range(divisions + m - 1), m - 1))

@@ -84,7 +84,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         ValueError: names are missing or unknown; the module has changed since it was read, is lazy, or is one of
             `fully_shard`; forward changes or replaces a parameter, makes a buffer, or returns an object that would
             compute later; forward computes with a parameter of its own that was not passed (looked at in the first
-            call, `train_state` and `weights_fn`).
+            call with new tensors, `train_state` and `weights_fn`).
         RuntimeError: `functional` itself is called inside a function that is compiled in a full graph; the module is
             scripted, or an `nn.DataParallel`.
 
@@ -99,9 +99,9 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         gradients are silently wrong. Buffers that it is given move, and threads must not share its module.
 
     Limits:
-        A parameter in a list, a lambda or another object is not replaced: it raises. A forward that writes a parameter
-        raises after the fact, and `train_state` puts the values back. Threads that share several modules must call them
-        in one order. On an accelerator, backward passes of threads that share a module must not overlap: they raise.
+        A registered parameter that forward takes from a list or a lambda raises; a layer that stands only there is a
+        constant. A forward that writes a parameter raises after the fact; `train_state` puts it back. Threads call the
+        modules that they share in one order. On an accelerator, their backward passes raise if they overlap.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -183,7 +183,8 @@ class _Applied:
         holder = holder_of(self.module)
         holder.take(get_ident())
         try:
-            look = not holder.checked or LOOKING.get() is not None
+            kept = () if holder.checked else parts.own_parameters().items()
+            look = LOOKING.get() is not None or not (holder.checked or any(x is call.params[key] for key, x in kept))
             if not look and parts.run_once():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
                 parts.check()
@@ -221,8 +222,7 @@ def _refuse_fully_sharded(parts: Iterable[nn.Module]) -> None:
         if isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
             raise ValueError(
                 f"functional: expected a module without the hooks of fully_shard, found {type(part).__name__}, which "
-                "gathers parameters of its own, not those that it is given. Call functional before fully_shard, with a "
-                "copy: apply = functional(copy.deepcopy(module))."
+                "gathers parameters of its own. Before fully_shard, call apply = functional(copy.deepcopy(module))."
             )
 
 

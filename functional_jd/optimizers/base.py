@@ -107,7 +107,8 @@ def no_steps(params: Params) -> Tensor:
 
 def current_rate(lr: LearningRate, steps: Tensor) -> Any:
     """A number, or float64: with a float32 rate, `1 - lr weight_decay` would round float64 params."""
-    rate = lr(steps) if callable(lr) else lr
+    if callable(rate := lr):
+        check_number("lr(steps)", rate := lr(steps), NOT_NEGATIVE, "A schedule returns one rate.", tensors=True)
     return rate.to(widest(rate.device)) if isinstance(rate, Tensor) else rate
 
 

@@ -74,9 +74,8 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         if momentum:
             velocity = tree_map(lambda v, d: (v * momentum).add(d), velocity, direction)
             direction = tree_map(lambda d, v: d.add(v, alpha=momentum), direction, velocity) if nesterov else velocity
-        return tree_map(lambda p, d: _descended(p, d, rate), params, direction), SgdState(
-            state.steps + 1, velocity if momentum else ()
-        )
+        moved = tree_map(lambda p, d: _descended(p, d, rate), params, direction)
+        return moved, SgdState(state.steps + 1, velocity if momentum else ())
 
     return Optimizer(init, update)
 

@@ -147,7 +147,7 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
         a scale of 1 whose factors are 1.
 
     Guarantees:
-        `scale_state_from_dict` reverses it, bit for bit.
+        `scale_state_from_dict` reverses it, bit for bit, except for `no_scale()`.
     """
     check_type("state", state, ScaleState, "Create one with scale_state().")
     if not is_scaled(state):

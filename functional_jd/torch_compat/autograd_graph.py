@@ -80,11 +80,7 @@ def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor], enough: flo
 
 
 def gradients(
-    outputs: list[Any],
-    inputs: list[Any],
-    cotangents: list[Tensor],
-    retain_graph: bool = False,
-    create_graph: bool = False,
+    outputs: list[Any], inputs: list[Any], cotangents: list[Tensor], retain_graph: bool, create_graph: bool
 ) -> list[Tensor | None]:
     """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached. Its questions
     about each tensor are left out, unless a subclass of tensors intercepts the call. A mode that did so, as that of

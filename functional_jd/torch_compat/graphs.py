@@ -15,6 +15,7 @@ _mode_stack: Any = private("overrides._get_current_function_mode_stack", "compil
 _SYMBOLS: Any = {torch.SymInt, torch.SymFloat, torch.SymBool}
 # Operators that change an argument although their schema does not tell.
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+_WRITING = "index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter"
 
 
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -139,5 +140,10 @@ def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
 def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph by inductor, for tensors of these shapes."""
     compile_: Any = private("_inductor", "compiled").standalone_compile  # loads much
+    # Up to torch 2.13 inductor writes through the strides of tensors that are expanded: it gets copies of them.
+    for node in [x for x in graph.graph.nodes if str(x.target).removeprefix("aten.").split(".")[0] in _WRITING.split()]:
+        with graph.graph.inserting_before(node):
+            node.update_arg(0, graph.graph.call_method("contiguous", node.args[:1]))
+    graph.recompile()
     with torch.no_grad():
         return compile_(graph, [x.detach() for x in inputs], dynamic_shapes="from_example_inputs")

@@ -56,8 +56,7 @@ def refuse_export() -> None:
 
 def random_state() -> list[Tensor]:
     """The state of torch's default generators: of the CPU, and of all devices unless launches are captured."""
-    states = [torch.get_rng_state()]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    states, accelerator = [torch.get_rng_state()], torch.accelerator.current_accelerator(check_available=True)
     module = None if accelerator is None else torch.get_device_module(accelerator)
     if module is None or getattr(module, "is_current_stream_capturing", bool)():
         return states

@@ -166,8 +166,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 def has_values(value: Any) -> bool:
     """Whether it is a tensor with numbers to show, and not a stand-in of a transform or a tracer."""
-    plain = type(value) in (Tensor, nn.Parameter) and value.device.type != "meta"
-    return plain and not dispatch_modes() and not is_wrapped(value)
+    return type(value) in (Tensor, nn.Parameter) and not (value.is_meta or dispatch_modes() or is_wrapped(value))
 
 
 def is_concrete(x: Tensor) -> bool:

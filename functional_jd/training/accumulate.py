@@ -75,17 +75,17 @@ def accumulate(
         aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
         state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
         skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone: means are then over the
-            others, and the scale backs off. A rule that looks at losses alone has seen those of a part whose gradient
-            overflows.
+            others; the scale backs off for gradients that overflow. A rule of losses alone has seen that part.
         group: the ranks, each with parts of its own, as in `weights_fn`: the same number on each rank.
 
     Returns:
         `Accumulated(direction, weights, losses, finite, moved, scale, state, buffers)`.
 
     Raises:
-        TypeError: no parts; a part that is not a tuple; without a state, losses that do not depend on the parameters.
-        ValueError: parts or ranks with different losses; a scale `[m]`, losses by name, `skip="part"` or a group under
-            `per_example`; a frozen `nn.Parameter`; several ranks and no group.
+        TypeError: no parts; a part that is not a tuple or a list.
+        ValueError: without a state, losses that do not depend on the parameters; parts or ranks with different losses;
+            a scale `[m]`, losses by name, `skip="part"` or a group under `per_example`; a frozen `nn.Parameter`;
+            several ranks and no group.
 
     Guarantees:
         Equal to rounding to the whole batch, without buffers.

@@ -79,8 +79,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             gradient, or weights that carry a graph to a leaf tensor that is not an `nn.Parameter`.
 
     Guarantees:
-        Weights that cancel are the smallest that autograd can sum to the direction, zero if it would be rounding; under
-        transforms and with `solver="device"` they stay as found.
+        Below float64, weights that cancel are the smallest that autograd can sum to the direction, zero if it would be
+        rounding; under transforms and with `solver="device"` they stay as found.
         If a loss or a weight is not finite, all weights are NaN, so that a `GradScaler` skips the step. The state that
         was given is returned: None in a call without one: the rule starts with the next batch (not under a transform).
         Pure; composes with vmap, grad, jvp and compile.

@@ -113,11 +113,8 @@ def test_a_scale_is_shown_in_powers_of_two():
     one = jd.scale_state()
     each = jd.scale_state(shape=2)._replace(scale=torch.tensor([2.0**-20, 100.0]))
     many = jd.scale_state(shape=32)._replace(scale=2.0 ** torch.arange(32))
-    for state, scale, tracker in (
-        (one, "2**16", "0"),
-        (each, "[2**-20, 100]", "[0, 0]"),
-        (many, "32 from 1 to 2**31", "32 times 0"),
-    ):
+    cases = (one, "2**16", "0"), (each, "[2**-20, 100]", "[0, 0]"), (many, "32 from 1 to 2**31", "32 times 0")
+    for state, scale, tracker in cases:
         found = [re.split("  +", line) for line in lines(state)[:3]]
         expected = [["", "scale", scale, "float32"], ["", "growth_tracker", tracker, "int32"]]
         assert found == [["ScaleState"], *expected]

@@ -103,3 +103,11 @@ def test_rows_that_take_much_memory_are_not_formed():
     ]
     assert names(200) == ["jacobian", "gramian"]
     assert names(1 << 20) == ["jacobian", "jacobian"], "gradients of layers at all positions take more"
+
+
+def test_a_nested_batch_has_positions():
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    losses = lambda p, x: [sum((y @ p).square().sum() for y in x.unbind()), p.sum()]
+    found = jd.weights_fn(losses, jd.upgrad())(torch.ones(3), x).weights
+    expected = jd.aggregate(jd.upgrad(), torch.tensor([[36.0] * 3, [1.0] * 3])).weights
+    torch.testing.assert_close(found, expected.to(found.dtype))

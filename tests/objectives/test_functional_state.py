@@ -195,6 +195,8 @@ def test_a_parameter_that_is_kept_elsewhere_raises_by_name(make, frozen):
     tasks = fj.multitask(
         lambda params, x: apply(params, {}, x)[0], lambda heads, y, x: [heads * y.sum(), y.exp().sum()]
     )
+    own = dict(net.named_parameters())
+    assert apply(own, {}, X)[0].shape == (5, 3)  # its own are no others, and such a call shows nothing
     for run in (
         lambda: apply(params, {}, X),
         lambda: fj.jacobian_fn(losses)(params, X),
@@ -207,8 +209,6 @@ def test_a_parameter_that_is_kept_elsewhere_raises_by_name(make, frozen):
     )[: 2 if make is Scripted else None]:
         with pytest.raises(ValueError, match=words):
             run()
-    own = dict(net.named_parameters())
-    assert apply(own, {}, X)[0].shape == (5, 3)  # its own are no others
 
 
 def test_what_a_later_call_keeps_raises_when_training_starts():

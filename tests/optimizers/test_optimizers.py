@@ -112,6 +112,16 @@ def test_a_guarded_update_stands_where_it_is_told_not_to_move(optimizer, seed, d
     assert_close((params, state), (kept, left), roundings=0)
 
 
+@pytest.mark.parametrize("bad", [torch.ones(2), torch.tensor(1j), None, "0.1", math.nan, -0.1, True])
+@pytest.mark.parametrize("build", [sgd, adamw, partial(from_torch, torch.optim.SGD)])
+def test_a_schedule_returns_one_rate(build, bad):
+    optimizer, p = build(lr=lambda _: bad), torch.ones(2)
+    with pytest.raises(
+        (TypeError, ValueError), match=r"^\w+: lr\(steps\) must be .*, found .* A schedule returns one rate"
+    ):
+        optimizer.update(p, optimizer.init(p), p)
+
+
 # --- What torch computes
 
 

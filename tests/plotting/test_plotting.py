@@ -323,19 +323,6 @@ def test_the_area_up_to_the_reference_is_the_hypervolume():
     assert not plotting.front(points + 2, reference=reference).collections
 
 
-def test_the_front_has_full_markers_and_the_rest_hollow_ones():
-    points = {"one": torch.tensor([[0.0, 3.0], [2.0, 2.0]]), "two": torch.tensor([[1.0, 1.0], [3.0, 0.0], [3.0, 1.0]])}
-    ax = plotting.front(points, ["left", "right"])
-    lines = _lines(ax)
-    np.testing.assert_array_equal(lines["one"].get_xydata(), [[0, 3]])
-    np.testing.assert_array_equal(lines["two"].get_xydata(), [[1, 1], [3, 0]])
-    np.testing.assert_array_equal(lines["front of the points"].get_xydata(), [[0, 3], [1, 1], [3, 0]])
-    hollow = [line.get_xydata().tolist() for line in ax.get_lines() if line.get_markerfacecolor() == "none"]
-    assert hollow == [[[2, 2]], [[3, 1]]]
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("left", "right")
-    assert _labels(plotting.front(points["one"])) == ["front of the points", "on the front"]
-
-
 # What is wrong: garbage of other kinds is in `tests/fuzz`
 
 WRONG = {

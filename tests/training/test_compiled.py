@@ -434,6 +434,13 @@ def test_machine_code_takes_the_same_steps(name):
     check_same(info.losses, expected.losses, *how)
 
 
+@pytest.mark.inductor
+def test_machine_code_writes_by_index_into_no_expanded_tensor():
+    loss = jd.per_example(lambda p, x: (p * x).index_select(0, torch.tensor([0, 1])).sum())
+    rows = lambda p, x: jd.jacobian_fn(loss)(p, x)[0]
+    equal(jd.compiled(rows)(torch.ones(3), torch.ones(4, 3)), torch.tensor([[1.0, 1.0, 0.0]]).repeat(4, 1))
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_tensors_of_closures_are_seen_as_they_are(backend):
     factor, weight, x = torch.tensor(2.0), torch.nn.Parameter(torch.ones(200)), torch.ones(3, 200)

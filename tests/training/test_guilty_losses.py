@@ -131,6 +131,7 @@ def test_a_scale_for_each_loss_multiplies_no_work_of_rules_that_need_no_gradient
 
 PICKY = {rule.__name__: (rule(), "positive") for rule in (jd.famo, jd.geometric_mean, jd.gradnorm)}
 PICKY |= {rule.__name__: (rule(), "not negative") for rule in (jd.db_mtl, jd.moco, jd.uw, jd.imtl_l)}
+PICKY |= {"epo": (jd.epo([0.5, 0.5]), "not negative")}
 
 
 def shifted(p, shift):
