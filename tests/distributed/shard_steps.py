@@ -154,7 +154,7 @@ def network():
 
 
 def check_a_module_is_made_a_function_before_it_is_fully_sharded():
-    words = "functional: expected a module without the hooks of fully_shard, found FSDP.*Call functional before fully_"
+    words = "functional: expected a module without the hooks of fully_shard, found FSDP.*Before fully_shard, call"
     net, x = network(), torch.randn(EXAMPLES, 5)
     apply, copied = fj.functional(net), fj.functional(copy.deepcopy(net))
     expected = copied(dict(net.named_parameters()), {}, x)[0]

@@ -109,11 +109,8 @@ def module():
     import functional_jd as fj
 
     net = nn.Linear(3, 2)
-    return float(
-        torch.autograd.grad(fj.functional(net)(dict(net.named_parameters()), {}, torch.ones(3))[0].sum(), net.bias)[0][
-            0
-        ]
-    )
+    params = {name: x.detach().requires_grad_() for name, x in net.named_parameters()}
+    return float(torch.autograd.grad(fj.functional(net)(params, {}, torch.ones(3))[0].sum(), params["bias"])[0][0])
 
 
 @dataclass
