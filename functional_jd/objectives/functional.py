@@ -184,7 +184,7 @@ class _Applied:
         holder.take(get_ident())
         try:
             kept = () if holder.checked else parts.own_parameters().items()
-            look = LOOKING.get() is not None or not (holder.checked or any(x is call.params[key] for key, x in kept))
+            look = LOOKING.get() is not None or not (holder.checked or all(x is call.params[key] for key, x in kept))
             if not look and parts.run_once():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
                 parts.check()

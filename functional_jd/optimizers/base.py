@@ -107,8 +107,8 @@ def no_steps(params: Params) -> Tensor:
 
 def current_rate(lr: LearningRate, steps: Tensor) -> Any:
     """A number, or float64: with a float32 rate, `1 - lr weight_decay` would round float64 params."""
-    if callable(rate := lr):
-        check_number("lr(steps)", rate := lr(steps), NOT_NEGATIVE, "A schedule returns one rate.", tensors=True)
+    if callable(rate := lr) and (isinstance(rate := lr(steps), Tensor) or not torch.compiler.is_compiling()):
+        check_number("lr(steps)", rate, NOT_NEGATIVE, "A schedule returns one rate.", tensors=True)
     return rate.to(widest(rate.device)) if isinstance(rate, Tensor) else rate
 
 
