@@ -15,23 +15,13 @@ import pytest
 import torch
 from rule_table import RULES, builder, jacobians_for, rule_of
 
-from functional_jd import aggregators
+from functional_jd import aggregators, testing
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.hyper_parameters import Numbers
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.core.arguments import Number
 from functional_jd.core.tree import tree_leaves
-from functional_jd.testing import (
-    ALWAYS,
-    BY_CLAIM,
-    batched,
-    compiled,
-    differentiable,
-    hyper_parameters_are_values,
-    jacobians,
-    laws_of,
-    non_finite,
-)
+from functional_jd.testing import ALWAYS, BY_CLAIM, hyper_parameters_are_values, jacobians, laws_of
 from functional_jd.testing.conformance import counterexample
 
 PROFILE = hypothesis.settings()
@@ -117,7 +107,7 @@ def rows_of(name):
 
 @pytest.mark.parametrize("name", TABLED)
 def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
-    """By the rows, also through the losses, and by all hyper-parameters. The law `compiled` lowers each rule."""
+    """By the rows, also through the losses, and by all hyper-parameters."""
     build, f, ranges = RULES[name].build, builder(name), RULES[name].hyper  # torch.compile traces no import
     rows = rows_of(name)
     remembers = tree_leaves(step(rule_of(name), rows, None).state)
@@ -133,7 +123,7 @@ def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
     expected = tuple(map(torch.stack, zip(*(gradient(*case) for case in zip(*cases, strict=True)), strict=True)))
     torch.testing.assert_close(torch.vmap(gradient)(*cases), expected)
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="eager")
+    in_one_graph = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(in_one_graph(*cases), expected)
 
 
@@ -191,7 +181,7 @@ OPTIONS = {
 @pytest.mark.parametrize(("name", "options"), [(name, how) for name, several in OPTIONS.items() for how in several])
 def test_rules_with_options_obey_the_laws_of_transforms(name, options):
     few = hypothesis.settings(max_examples=8, derandomize=True, database=None, deadline=None)
-    laws = batched, compiled, differentiable, non_finite
+    laws = testing.batched, testing.compiled, testing.differentiable, testing.non_finite
     found = laws_of(builder(name)(**options), *laws, jacobians=jacobians(3, wide=RULES[name].wide), settings=few)
     assert all(value is True for value in found.values()), found
 

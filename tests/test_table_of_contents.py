@@ -1,7 +1,9 @@
 """The top level: what it lists, where the names stand that have left it, and what loads only when it is named."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,14 @@ def test_the_table_of_contents_is_short():
     assert len(set(functional_jd.__all__)) == len(functional_jd.__all__)
 
 
+def test_old_names_are_gone():
+    text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    table = text.partition("### Migrating from 0.2")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split(" | ")[0])]
+    assert len(names) > 40
+    assert not [name for name in names if hasattr(functional_jd, name)]
+
+
 def test_a_name_that_never_was_is_an_error():
     for package in (functional_jd, functional_jd.engines):
         with pytest.raises(AttributeError, match=f"^module '{package.__name__}' has no attribute 'nothing'$"):
@@ -46,9 +56,8 @@ def test_a_name_that_never_was_is_an_error():
 
 @pytest.mark.parametrize(("name", "own"), [("UPGrad", "upgrad"), ("NashMTL", "nash_mtl"), ("IMTLG", "imtl_g")])
 def test_the_name_that_a_rule_has_elsewhere_leads_to_ours(name, own):
-    with pytest.raises(
-        AttributeError, match=rf"^module 'functional_jd' has no attribute '{name}'. Take functional_jd.{own}\.$"
-    ):
+    words = rf"^module 'functional_jd' has no attribute '{name}'. Take functional_jd.{own}\.$"
+    with pytest.raises(AttributeError, match=words):
         getattr(functional_jd, name)
 
 

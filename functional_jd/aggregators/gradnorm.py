@@ -36,9 +36,9 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         norm equals its target.
 
     Guarantees:
-        The first direction is `total()`. The scale of the Jacobian changes no weights, and the unit of a loss no r.
-        Norms at their targets stay there (the sign is linear within 2^-40). Losses must be positive at the start
-        and not negative later: else the direction is NaN.
+        The first direction is `total()`. The weights do not depend on the scale of the Jacobian. The rates r do not
+        depend on the unit of a loss. Norms at their targets stay there (the sign is linear within 2^-40). Losses must
+        be positive at the start and not negative later: else the direction is NaN.
 
     Source:
         Chen, Badrinarayanan, Lee & Rabinovich, ICML 2018, arXiv 1711.02257: equations 1 and 2, algorithm 1. A softmax

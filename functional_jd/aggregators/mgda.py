@@ -30,7 +30,7 @@ def mgda(*, cap: Number = 1.0, solver: Solver = "auto") -> Aggregator:
     Guarantees:
         Never conflicts: `<direction, g_i> >= |direction|^2`, with equality where the weight is positive. Homogeneous;
         accurate relative to the shortest row, to 1e-16 k^2 where rows cancel that are k times as long. Zero if and only
-        if the Jacobian is stationary. How equal rows, or rows of zeros, share a weight is open. With a cap below 1,
+        if the Jacobian is stationary. Without a cap, a row of zeros makes it zero. With a cap below 1,
         `u'J direction >= |direction|^2` for all weights u that it allows, to 1e-12; rows at the cap may conflict.
 
     Source:

@@ -29,7 +29,7 @@ def normalized(rule: Aggregator, by: Literal["norm", "loss", "both"] = "norm") -
 
     Guarantees:
         Invariant to the unit of a loss. It conflicts with no row if `rule` never does. Rows of zeros are not divided.
-        Losses that divide must be positive: else the direction is NaN. A loss of 0 divides by 1.
+        If losses divide, negative ones give NaN, and 0 divides by 1; `train_state` raises for both.
 
     Source:
         Li et al., Gradient-adaptive policy optimization, ACL 2025, arXiv 2507.01915, for `mgda`; the choices of Sener &

@@ -84,7 +84,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         ValueError: names are missing or unknown; the module has changed since it was read, is lazy, or is one of
             `fully_shard`; forward changes or replaces a parameter, makes a buffer, or returns an object that would
             compute later; forward computes with a parameter of its own that was not passed (looked at in the first
-            call with new tensors, `train_state` and `weights_fn`).
+            call with others, in `train_state` and in `weights_fn`).
         RuntimeError: `functional` itself is called inside a function that is compiled in a full graph; the module is
             scripted, or an `nn.DataParallel`.
 
@@ -183,8 +183,9 @@ class _Applied:
         holder = holder_of(self.module)
         holder.take(get_ident())
         try:
-            kept = () if holder.checked else parts.own_parameters().items()
-            look = LOOKING.get() is not None or not (holder.checked or all(x is call.params[key] for key, x in kept))
+            own = {} if len(holder.seen) == len(parts.param_names) else parts.own_parameters()
+            unseen = {key for key, x in own.items() if x is not (p := call.params[key]) and innermost(p) is not x}
+            look = not unseen <= holder.seen or LOOKING.get() is not None
             if not look and parts.run_once():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
                 parts.check()
@@ -207,7 +208,7 @@ class _Applied:
                     f"own {name!r}, which never moves: a function, a list or another object keeps it. Let forward read "
                     "it from the module, or detach it."
                 )
-            holder.checked = True
+            holder.seen |= unseen
         if new := nodes_of(outputs) - known:
             Held(holder, parts.places, call.params, call.buffers, inputs, clone_each).watch(new, known)
         return output
@@ -278,11 +279,9 @@ def _named(what: str, given: Any, names: list[str], method: str) -> State:
 
 def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
     """The result of losses that torch.compile traces; attributes of modules that hold traced values are put back."""
-    parts: list[tuple[nn.Module, dict[str, Any]]] = []
-    TRACED.append(parts)
+    TRACED.append([])
     result = losses(*args)
-    TRACED.pop()
-    put_back(parts)
+    put_back(TRACED.pop())
     return result
 
 

@@ -107,7 +107,8 @@ def no_steps(params: Params) -> Tensor:
 
 def current_rate(lr: LearningRate, steps: Tensor) -> Any:
     """A number, or float64: with a float32 rate, `1 - lr weight_decay` would round float64 params."""
-    if callable(rate := lr) and (isinstance(rate := lr(steps), Tensor) or not torch.compiler.is_compiling()):
+    rate = lr(steps) if callable(lr) else lr
+    if callable(lr) and (isinstance(rate, Tensor) or not torch.compiler.is_compiling()):  # which hides NumPy's numbers
         check_number("lr(steps)", rate, NOT_NEGATIVE, "A schedule returns one rate.", tensors=True)
     return rate.to(widest(rate.device)) if isinstance(rate, Tensor) else rate
 

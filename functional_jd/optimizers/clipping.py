@@ -86,8 +86,7 @@ def _unit_and_ratio(direction: Direction, norm_type: float) -> tuple[Tensor, Ten
     shards = [leaf.to(dtype) for leaf in map(shard_of, leaves)]
     promoted = [shard for shard in shards if shard.numel()]
     zero = shards[0].new_zeros((), dtype=dtype)
-    peak = torch.stack([zero, *(shard.detach().abs().amax() for shard in promoted)]).amax()
-    peak = over_all_ranks("most", peak, leaves)
+    peak = over_all_ranks("most", torch.stack([zero, *(x.detach().abs().amax() for x in promoted)]).amax(), leaves)
     unit = torch.where((peak > 0) & (peak < torch.inf), peak, 1)
     norms = [torch.linalg.vector_norm(shard / unit, norm_type) if shard.numel() else zero for shard in shards]
     if not any_sharded(leaves):

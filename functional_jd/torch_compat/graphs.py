@@ -15,7 +15,7 @@ _mode_stack: Any = private("overrides._get_current_function_mode_stack", "compil
 _SYMBOLS: Any = {torch.SymInt, torch.SymFloat, torch.SymBool}
 # Operators that change an argument although their schema does not tell.
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-_WRITING = "index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter"
+_WRITES = ("index_add.", "index_copy.", "index_fill.", "index_put.", "scatter.", "scatter_add.", "scatter_reduce.")
 
 
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -141,9 +141,10 @@ def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..
     """Compile a graph by inductor, for tensors of these shapes."""
     compile_: Any = private("_inductor", "compiled").standalone_compile  # loads much
     # Up to torch 2.13 inductor writes through the strides of tensors that are expanded: it gets copies of them.
-    for node in [x for x in graph.graph.nodes if str(x.target).removeprefix("aten.").split(".")[0] in _WRITING.split()]:
-        with graph.graph.inserting_before(node):
-            node.update_arg(0, graph.graph.call_method("contiguous", node.args[:1]))
-    graph.recompile()
+    for part in [x for x in graph.modules() if isinstance(x, fx.GraphModule)]:  # the graph, and those of `map` in it
+        for node in [x for x in part.graph.nodes if any(map(str(x.target).__contains__, _WRITES))]:
+            with part.graph.inserting_before(node):
+                node.update_arg(0, part.graph.call_method("contiguous", node.args[:1]))
+        part.recompile()
     with torch.no_grad():
         return compile_(graph, [x.detach() for x in inputs], dynamic_shapes="from_example_inputs")

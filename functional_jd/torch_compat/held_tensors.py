@@ -24,7 +24,7 @@ class Holder:
 
     def __init__(self) -> None:
         self.lock, self.owner, self.depth = Lock(), 0, 0
-        self.checked = False  # whether a call was seen to use no other parameters than those that it was given
+        self.seen = set[str]()  # the parameters whose place others took in a call that was seen to use no own ones
 
     def take(self, thread: int) -> None:
         """Let the thread with this number have the lock once more."""

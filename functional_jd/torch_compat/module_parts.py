@@ -51,9 +51,9 @@ class ModuleParts:
             (part, home := part._buffers, set(home), {name for name, x in home.items() if x is not None})  # pyright: ignore[reportPrivateUsage]
             for part in ordinary
         ]
-        functions = [x.__module__ for part in parts.values() for x in vars(part).values() if callable(x)]
-        from_torch = (str(name).startswith("torch.") for name in functions)
-        self.are_torchs = all(are_torchs) and len(ordinary) == len(parts) and all(from_torch)
+        functions = [str(x.__module__) for part in parts.values() for x in vars(part).values() if callable(x)]
+        whole = all(are_torchs) and len(ordinary) == len(parts)
+        self.are_torchs = whole and all(name.startswith("torch.") for name in functions)
 
     def check(self) -> None:
         """Raise if a part has other parameters or children than when it was read, or a new buffer that it saves. Other

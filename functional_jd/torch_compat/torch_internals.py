@@ -182,8 +182,7 @@ def version(x: Tensor) -> int:
 
 def function_name(func: Any) -> str:
     """The name of a function that torch hands to a `TorchFunctionMode`, the same in eager mode and while compiling."""
-    # From torch 2.15 on, torch.compile takes the name from the code object, which `functools.wraps` does not rename:
-    # `Tensor.__pow__`, `Tensor.__rtruediv__` and the other Python operators are all called "wrapped" there.
+    # From torch 2.15 on, torch.compile takes the name of the code object: `__pow__` and its like are all "wrapped".
     return getattr(getattr(func, "__wrapped__", func), "__name__", "")
 
 

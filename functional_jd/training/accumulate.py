@@ -75,7 +75,7 @@ def accumulate(
         aggregator: the rule. It receives the mean of the parts' rows, or the rows of all examples.
         state: what the last call returned, or `state.aggregator` of a `TrainState`. None: the rule's initial state.
         skip: what is left out if a part is not finite: the `"step"`, or that `"part"` alone: means are then over the
-            others; the scale backs off for gradients that overflow. A rule of losses alone has seen that part.
+            others. If its gradients overflow, the scale backs off; a rule of losses alone has then seen its losses.
         group: the ranks, each with parts of its own, as in `weights_fn`: the same number on each rank.
 
     Returns:

@@ -25,8 +25,8 @@ def drawn(name, seed, absent=None):
     return J, (1 + torch.rand(m, generator=draw, dtype=torch.float64)) * present
 
 
-def run(name, cases, state=None):
-    rule = rule_of(name)
+def run(rule, cases, state=None):
+    rule = rule_of(rule) if isinstance(rule, str) else rule
     for J, losses in cases:
         found = jd.aggregate(rule, J, state, J, losses=losses)
         state = found.state
@@ -62,13 +62,21 @@ def test_rows_that_are_remembered_keep_the_row_and_no_column_of_an_absent_object
     assert torch.equal(found, torch.stack([J[0], old[1], J[2]]))
 
 
-def kind_of(name):
+AROUND = {"cr_mogm": jd.cr_mogm, "normalized": jd.aggregators.normalized}
+AROUND["protect"] = lambda rule: jd.aggregators.protect(rule, 0)
+AROUND["grouped"] = lambda rule: jd.grouped(dict.fromkeys(RULES["grouped"].like, rule))
+
+
+def kind_of(name, rule=None):
     """What the rule does with a row of zeros whose loss is 0, beside two batches with that objective."""
-    if name in ("cr_mogm", "grouped", "normalized", "protect"):
-        return "does what the rule inside does"
-    state = run(name, [drawn(name, seed) for seed in range(2)]).state
+    around = name in AROUND
+    if around and rule is None:
+        kinds = [kind_of(name, AROUND[name](inner)) for inner in (jd.total(), jd.mean())]
+        return "does what the rule inside does" if kinds == ["is left out", "counts as one of m rows"] else kinds
+    rule = rule or rule_of(name)
+    state = run(rule, [drawn(name, seed) for seed in range(2)]).state
     J, losses = drawn(name, 5, absent=len(drawn(name, 0)[1]) - 1)
-    found = run(name, [(J, losses)], state)
+    found = run(rule, [(J, losses)], state)
     direction = torch.cat([x.flatten() for x in tree_leaves(found.direction)])
     if not direction.isfinite().all():
         return "skips the step"
@@ -77,9 +85,9 @@ def kind_of(name):
     if not isinstance(RULES[name].rows, int):
         m, kept = len(losses), tree_map(lambda x: x[:-1], J)
         fewer = tree_map(lambda x: x[:-1, :-1] if x.shape == (m, m) else x[:-1] if x.shape[:1] == (m,) else x, state)
-        flat = lambda *given: torch.cat([x.flatten() for x in tree_leaves(run(name, *given).direction)])
+        flat = lambda *given: torch.cat([x.flatten() for x in tree_leaves(run(rule, *given).direction)])
         first_and_later = [(None, None), (state, fewer)]
-        if any(x.shape == (2,) for x in tree_leaves(state)):  # a key draws other numbers for fewer rows
+        if around or any(x.shape == (2,) for x in tree_leaves(state)):  # a key draws other numbers for fewer rows
             first_and_later.pop()
         pairs = [(flat([(J, losses)], old), flat([(kept, losses[:-1])], cut)) for old, cut in first_and_later]
         for what, factor in (("is left out", 1.0), ("counts as one of m rows", 1 - 1 / m)):

@@ -17,9 +17,8 @@ G = torch.eye(2, dtype=torch.float64)
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=4), st.sampled_from([None, FINITE, PREFERENCES]))
 def test_what_is_accepted_comes_back_and_nothing_else_is(numbers, domain):
     if domain is PREFERENCES and (min(numbers) < 0 or max(numbers) == 0):
-        with pytest.raises(
-            ValueError, match="functional_jd: numbers must be finite and non-negative, with a positive element"
-        ):
+        words = "functional_jd: numbers must be finite and non-negative, with a positive element"
+        with pytest.raises(ValueError, match=words):
             per_objective("numbers", numbers, domain)
         return
     found = per_objective("numbers", numbers, domain)(torch.zeros(len(numbers)))
@@ -66,9 +65,8 @@ def test_a_sequence_may_hold_tensors():
     c = torch.tensor([0.25, 1.5])
     assert torch.vmap(f)(c).nan_to_num(7).tolist() == [[0.25, 0.75], [7, 7]]
     assert torch.func.jacfwd(f)(c[0]).tolist() == [1, -1]
-    with pytest.raises(
-        ValueError, match=r"functional_jd: preference must be finite and non-negative, .* found \[1.5, -0.5\]"
-    ):
+    words = r"functional_jd: preference must be finite and non-negative, .* found \[1.5, -0.5\]"
+    with pytest.raises(ValueError, match=words):
         f(c[1])
 
 

@@ -170,9 +170,8 @@ def test_an_accelerator_takes_the_same_steps_and_a_capture_of_one():
 def test_a_rule_keeps_its_memory_and_low_precision_its_averages():
     rule = jd.pcgrad(jd.random.key(0))
     state = train(5, method(rule))
-    assert not torch.equal(
-        tree_leaves(state.optimizer.memory)[0], tree_leaves(train(4, method(rule)).optimizer.memory)[0]
-    )
+    before = train(4, method(rule))
+    assert not torch.equal(tree_leaves(state.optimizer.memory)[0], tree_leaves(before.optimizer.memory)[0])
     optimizer = aggregators.alternating(jd.upgrad(), 3)[1]
     params, averages = optimizer.update(START.half(), optimizer.init(START.half()), START.half())
     assert params.dtype == torch.float16

@@ -58,9 +58,8 @@ def test_integers_of_a_range_pass(n, least):
     if n >= least:
         check_integer("n", n, least, "Pass 1.")
     else:
-        with pytest.raises(
-            ValueError, match=rf"^functional_jd: n must be an integer of at least {least}, found {n}\. Pass 1\.$"
-        ):
+        words = rf"^functional_jd: n must be an integer of at least {least}, found {n}\. Pass 1\.$"
+        with pytest.raises(ValueError, match=words):
             check_integer("n", n, least, "Pass 1.")
 
 

@@ -91,9 +91,8 @@ def test_angles_do_not_see_lengths_and_order_does_not_matter(J, exponents, chanc
     order = list(range(len(J)))
     chance.shuffle(order)
     moved = diagnose([J[order]], [x])
-    assert_same(
-        moved, Diagnosis(plain.norms[order], plain.cosines[order][:, order], plain.alignment[order], *plain[3:])
-    )
+    expected = plain.norms[order], plain.cosines[order][:, order], plain.alignment[order], *plain[3:]
+    assert_same(moved, Diagnosis(*expected))
 
 
 @given(jacobians, st.integers(-200, 200))

@@ -201,9 +201,8 @@ def test_a_code_is_drawn_and_costs_its_divergence_in_nats():
     again = again @ params["from_w1"] + params["from_b1"]
     expected = torch.stack([(again - x).square().mean(), nats])
     torch.testing.assert_close(problem.losses(params, x, noise), expected)
-    assert problem.scores(params, x, noise)[1].item() == pytest.approx(
-        1 - nats.item() / 20, abs=8 * torch.finfo(torch.float32).eps
-    )
+    score = pytest.approx(1 - nats.item() / 20, abs=8 * torch.finfo(torch.float32).eps)
+    assert problem.scores(params, x, noise)[1].item() == score
 
 
 def test_muon_is_that_of_torch():

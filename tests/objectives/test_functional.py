@@ -241,7 +241,6 @@ def test_a_copy_of_a_module_that_keeps_its_function_has_the_function_of_the_copy
     own = dict(other.net.named_parameters()), dict(other.net.named_buffers())
     for found, moved in (other.whole(params, buffers, x), other.call(*own, x)):
         torch.testing.assert_close(found, copy.deepcopy(other.net)(x), rtol=0, atol=0)
-        assert max(int(v) for name, v in moved.items() if name.endswith("tracked")) > int(
-            buffers["net.1.num_batches_tracked"]
-        )
+        tracked = int(buffers["net.1.num_batches_tracked"])
+        assert max(int(v) for name, v in moved.items() if name.endswith("tracked")) > tracked
     torch.testing.assert_close(module.whole(params, buffers, x)[0], module(x), rtol=0, atol=0)

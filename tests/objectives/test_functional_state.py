@@ -197,6 +197,7 @@ def test_a_parameter_that_is_kept_elsewhere_raises_by_name(make, frozen):
     )
     own = dict(net.named_parameters())
     assert apply(own, {}, X)[0].shape == (5, 3)  # its own are no others, and such a call shows nothing
+    torch.func.grad(lambda own: apply(own, {}, X)[0].sum())(own)
     for run in (
         lambda: apply(params, {}, X),
         lambda: fj.jacobian_fn(losses)(params, X),
@@ -209,6 +210,15 @@ def test_a_parameter_that_is_kept_elsewhere_raises_by_name(make, frozen):
     )[: 2 if make is Scripted else None]:
         with pytest.raises(ValueError, match=words):
             run()
+
+
+def test_each_parameter_is_looked_at_where_another_takes_its_place():
+    net = nn.Linear(3, 1)
+    apply, weight, own = fj.functional(net), net.weight, dict(net.named_parameters())
+    net.forward = lambda x: nn.functional.linear(x, weight, net.bias)
+    apply(own | {"bias": torch.zeros(1)}, {}, X)
+    with pytest.raises(ValueError, match="own 'weight'"):
+        apply(own | {"weight": torch.zeros(1, 3)}, {}, X)
 
 
 def test_what_a_later_call_keeps_raises_when_training_starts():

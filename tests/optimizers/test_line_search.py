@@ -162,9 +162,8 @@ def test_all_rates_see_the_same_noise(way):
 def test_mistakes_are_named_with_their_cure():
     one, search = fj.sgd(1.0), line_search(fj.sgd(1.0), [1.0])
     for rates, found in (([1.0, -1.0], "-1"), ([torch.inf], "inf"), (["1"], "'1'")):
-        with pytest.raises(
-            (TypeError, ValueError), match=f"line_search: rates must be .*found {found}.*Pass for instance rates="
-        ):
+        words = f"line_search: rates must be .*found {found}.*Pass for instance rates="
+        with pytest.raises((TypeError, ValueError), match=words):
             line_search(one, rates)
     for merit, found in ((lambda x: x, r"torch.float64 \[2\]"), (lambda x: (x > 0).sum(), r"torch.int64 \[\]")):
         how = method(merit=merit)

@@ -116,9 +116,8 @@ def test_a_guarded_update_stands_where_it_is_told_not_to_move(optimizer, seed, d
 @pytest.mark.parametrize("build", [sgd, adamw, partial(from_torch, torch.optim.SGD)])
 def test_a_schedule_returns_one_rate(build, bad):
     optimizer, p = build(lr=lambda _: bad), torch.ones(2)
-    with pytest.raises(
-        (TypeError, ValueError), match=r"^\w+: lr\(steps\) must be .*, found .* A schedule returns one rate"
-    ):
+    words = r"^\w+: lr\(steps\) must be .*, found .* A schedule returns one rate"
+    with pytest.raises((TypeError, ValueError), match=words):
         optimizer.update(p, optimizer.init(p), p)
 
 

@@ -214,9 +214,8 @@ def test_a_training_shows_its_losses_and_where_it_was_skipped():
     assert list(_lines(ax)["skipped"].get_xdata()) == [2]
     assert _labels(ax) == ["far", "near", "skipped"]
     np.testing.assert_array_equal(_lines(weights)["far"].get_ydata(), [info.weights[0] for info in infos])
-    np.testing.assert_array_equal(
-        _lines(scales)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 17, 17, 18])
-    )
+    powers = np.array([16, 16, 17, 17, 17, 18])
+    np.testing.assert_array_equal(_lines(scales)["all objectives"].get_ydata(), 2.0**powers)
     assert _labels(scales) == ["all objectives", "skipped"]
 
 
@@ -317,10 +316,22 @@ def test_the_area_up_to_the_reference_is_the_hypervolume():
     (area,) = ax.collections
     x, y = area.get_paths()[0].vertices[:-1].T
     shaded = abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2  # the shoelace formula
-    assert (
-        shaded == pytest.approx(1 * 0.3 + 0.6 * 0.4) == pytest.approx(float(jd.fronts.hypervolume(points, reference)))
-    )
+    expected = pytest.approx(float(jd.fronts.hypervolume(points, reference)))
+    assert shaded == pytest.approx(1 * 0.3 + 0.6 * 0.4) == expected
     assert not plotting.front(points + 2, reference=reference).collections
+
+
+def test_the_front_has_full_markers_and_the_rest_hollow_ones():
+    points = {"one": torch.tensor([[0.0, 3.0], [2.0, 2.0]]), "two": torch.tensor([[1.0, 1.0], [3.0, 0.0], [3.0, 1.0]])}
+    ax = plotting.front(points, ["left", "right"])
+    lines = _lines(ax)
+    np.testing.assert_array_equal(lines["one"].get_xydata(), [[0, 3]])
+    np.testing.assert_array_equal(lines["two"].get_xydata(), [[1, 1], [3, 0]])
+    np.testing.assert_array_equal(lines["front of the points"].get_xydata(), [[0, 3], [1, 1], [3, 0]])
+    hollow = [line.get_xydata().tolist() for line in ax.get_lines() if line.get_markerfacecolor() == "none"]
+    assert hollow == [[[2, 2]], [[3, 1]]]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("left", "right")
+    assert _labels(plotting.front(points["one"])) == ["front of the points", "on the front"]
 
 
 # What is wrong: garbage of other kinds is in `tests/fuzz`

@@ -18,19 +18,10 @@ from functional_jd import testing
 from functional_jd.aggregation.views import cross_gramian, gramian, losses
 from functional_jd.core.tree import tree_leaves
 from functional_jd.optimizers.sgd import SgdState
-from functional_jd.testing import (
-    ALWAYS,
-    BY_CLAIM,
-    Range,
-    conformance,
-    hyper_parameters_are_values,
-    jacobians,
-    laws,
-    laws_of,
-    obeys,
-)
+from functional_jd.testing import ALWAYS, BY_CLAIM, hyper_parameters_are_values, jacobians, laws_of, obeys
 
 torch.set_num_threads(1)
+Range, laws = testing.Range, testing.laws
 
 FEW = settings(max_examples=30, derandomize=True, database=None, deadline=None)
 
@@ -190,7 +181,7 @@ def test_without_a_profile_a_search_is_the_same_each_time():
 
 def test_one_case_of_several_rows_is_compiled(monkeypatch):
     seen = []
-    monkeypatch.setattr(conformance, "runs", lambda *_, **__: None)  # what is not compiled
+    monkeypatch.setattr(testing.conformance, "runs", lambda *_, **__: None)  # what is not compiled
 
     def weigh(G):
         if not torch.compiler.is_compiling():

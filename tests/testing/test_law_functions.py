@@ -263,9 +263,8 @@ def test_what_goes_wrong_in_a_later_step_is_noticed(law, rule):
 
 
 def test_a_law_that_returns_instead_of_raising_is_refused():
-    with pytest.raises(
-        TypeError, match=r"^silent: expected a law, which raises .*, found a function that returns .*Use assert"
-    ):
+    words = r"^silent: expected a law, which raises .*, found a function that returns .*Use assert"
+    with pytest.raises(TypeError, match=words):
         laws_of(jd.mean(), silent)
 
 

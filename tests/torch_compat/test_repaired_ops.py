@@ -53,9 +53,8 @@ def test_rows_are_those_of_a_loop_and_not_of_a_batch(p):
         check(fj.jacobian_fn(losses, mode=mode)(params)[0], rows, bound)
     with pytest.raises(RuntimeError, match=r"the derivative of torch\.cdist is wrong under torch\.vmap\. Take"):
         fj.jacobian_fn(losses, mode="vmap")(params)
-    with pytest.warns(
-        fj.SlowPathWarning, match=r"jacobian_fn: .* because RuntimeError: the derivative of torch\.cdist"
-    ):
+    words = r"jacobian_fn: .* because RuntimeError: the derivative of torch\.cdist"
+    with pytest.warns(fj.SlowPathWarning, match=words):
         fj.jacobian_fn(losses)(params)
 
 

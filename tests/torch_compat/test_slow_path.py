@@ -35,9 +35,8 @@ def fails(message="mine"):
 
 
 def test_a_second_attempt_is_announced_with_place_reason_and_price():
-    with pytest.warns(
-        SlowPathWarning, match=r"functional_jd: does it slowly, because test_slow_path\.py:\d+: RuntimeError: mine"
-    ):
+    words = r"functional_jd: does it slowly, because test_slow_path\.py:\d+: RuntimeError: mine"
+    with pytest.warns(SlowPathWarning, match=words):
         assert attempt(fails, lambda: 3, instead="does it slowly") == 3
 
 

@@ -254,9 +254,8 @@ def test_rules_that_weigh_single_entries_and_numbers_as_scales_are_refused():
         jd.weights_fn(losses, jd.graddrop(jd.random.key(0)))(params, x)
     for dtype in (torch.float32, torch.float64):  # a rule that weighs more rows than there are
         four = jd.Aggregator(jd.views.gramian, lambda _: (), lambda G, memory: (torch.ones(4, dtype=dtype), memory))  # noqa: B023
-        with pytest.raises(
-            ValueError, match=r"weights_fn: aggregator must .* rows, 3 of them, found torch.float\d+ \[4\]"
-        ):
+        words = r"weights_fn: aggregator must .* rows, 3 of them, found torch.float\d+ \[4\]"
+        with pytest.raises(ValueError, match=words):
             jd.weights_fn(losses, four)(params, x)
         with pytest.raises(ValueError, match=r"aggregate: expected one weight per row, \[2\], found \[4\]"):
             jd.aggregate(four, torch.eye(2, 3, dtype=dtype))
