@@ -220,7 +220,6 @@ def test_nash_mtl_bargains_clips_and_repeats(Js, max_norm, every):
             )
             # Rounding of w'G w: of its terms, against what is left of them.
             reach = ((w @ norms) / length(direction)) ** 2 if length(direction) else Decimal(1)
-            check_within(
-                result.weights, floats(w * clip), 8 * sum(J.shape) * eps() * float(reach) * floats(w * clip) + 1e-320
-            )
+            expected = floats(w * clip)
+            check_within(result.weights, expected, 8 * sum(J.shape) * eps() * float(reach) * expected + 1e-320)
             state = result.state

@@ -65,9 +65,8 @@ def test_what_varies_in_a_vmap_is_told_from_what_does_not():
         return x * (2 if internals.is_batched(x, level) else 3) + (5 if internals.is_batched(y, level) else 7)
 
     for run in (f, torch.compile(f, backend="eager", fullgraph=True)):
-        torch.testing.assert_close(
-            torch.vmap(run, in_dims=(0, None))(torch.ones(2), torch.ones(())), torch.full((2,), 9.0)
-        )
+        found = torch.vmap(run, in_dims=(0, None))(torch.ones(2), torch.ones(()))
+        torch.testing.assert_close(found, torch.full((2,), 9.0))
 
 
 def test_a_backward_pass_takes_cotangents_of_tensors_and_edges_and_tells_what_it_does_not_reach():

@@ -439,6 +439,8 @@ def test_machine_code_writes_by_index_into_no_expanded_tensor():
     loss = jd.per_example(lambda p, x: (p * x).index_select(0, torch.tensor([0, 1])).sum())
     rows = lambda p, x: jd.jacobian_fn(loss)(p, x)[0]
     equal(jd.compiled(rows)(torch.ones(3), torch.ones(4, 3)), torch.tensor([[1.0, 1.0, 0.0]]).repeat(4, 1))
+    one_row = lambda p: p.expand(2, 3).slice_scatter(torch.ones(1, 3), 0, 1, 2)  # wrong on torch 2.11
+    equal(jd.compiled(one_row)(torch.zeros(3)), torch.tensor([[0.0] * 3, [1.0] * 3]))
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
