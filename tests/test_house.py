@@ -27,11 +27,11 @@ ROOMS = {
     ("torch_compat",): 1_424,  # goal 1,200
     ("random",): 790,
     ("solvers",): 1_376,
-    ("precision",): 1_099,
-    ("objectives",): 992,
+    ("precision",): 1_088,
+    ("objectives",): 990,
     ("aggregation", "aggregators"): 4_393,
-    ("optimizers",): 1_152,
-    ("engines",): 3_687,
+    ("optimizers",): 1_151,
+    ("engines",): 3_660,
     ("training",): 2_541,  # goal 2,000
     ("distributed",): 446,
     ("diagnostics", "fronts"): 1_281,  # goal 1,200

@@ -24,7 +24,7 @@ from functional_jd.core.rows import (
 )
 from functional_jd.core.safe import cosines
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import leaves_like, tree_flatten, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import tree_flatten, tree_map, tree_names
 from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import dispatch_modes
@@ -129,7 +129,7 @@ def products_of_rows(
         for index, shape in enumerate(shapes):
             if len(shape) != 2:
                 own[index] = own[index].reshape(shape[start:])
-        return tree_unflatten(structure, own)
+        return structure.unflatten(own)
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
@@ -170,9 +170,9 @@ def _combined(jacobian: Tree, weights: Weights, dtype: torch.dtype) -> Tree:
         if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
             weights = weights.to(leaves[0].device, dtype)  # once, and not for every leaf
         sums = [sharded_as(weighted_sum(shard_of(leaf), weights, dtype), leaf, -1) for leaf in leaves]
-        return tree_unflatten(structure, sums)
+        return structure.unflatten(sums)
     by_leaf = _checked(weights_by_leaf(weights, jacobian), jacobian, leaves, m)
-    return tree_unflatten(structure, [_entrywise(leaf, own) for leaf, own in zip(leaves, by_leaf, strict=True)])
+    return structure.unflatten([_entrywise(leaf, own) for leaf, own in zip(leaves, by_leaf, strict=True)])
 
 
 def weights_by_leaf(weights: Weights, rows: Tree) -> Weights:
@@ -196,7 +196,7 @@ def _checked(weights: Weights, jacobian: Tree, leaves: list[Tensor], m: int) -> 
     """Weights by leaf. Raise for a leaf without, and for weights that are not one per row and do not broadcast."""
     found: list[Any] = []
     with suppress(ValueError):
-        found = leaves_like(tree_flatten(jacobian)[1], weights)
+        found = tree_flatten(jacobian)[1].flatten_up_to(weights)
     if not found or not all(isinstance(x, Tensor | AffineWeights) for x in found):
         raise ValueError(
             f"{here()}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "

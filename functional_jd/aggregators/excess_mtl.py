@@ -10,7 +10,7 @@ from functional_jd.aggregation import Aggregator, Jacobian, Tree, full_jacobian,
 from functional_jd.core.arguments import POSITIVE, Number, check_integer, number
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.safe import nonzero
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.tree import tree_flatten, tree_leaves
 
 
 class ExcessMtlState(NamedTuple):
@@ -59,7 +59,7 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
     def update(jacobian: Jacobian, state: ExcessMtlState) -> tuple[Tensor, ExcessMtlState]:
         leaves, structure = tree_flatten(jacobian)
         pairs = [_accumulate(leaf, root) for leaf, root in zip(leaves, tree_leaves(state.roots), strict=True)]
-        roots = tree_unflatten(structure, [root for root, _ in pairs])
+        roots = structure.unflatten([root for root, _ in pairs])
         risk = torch.stack([risk for _, risk in pairs]).sum(0)
         mean = (state.calls * state.baseline + risk) / (state.calls + 1)
         baseline = torch.where(state.calls < max(n_warmup, 1), mean, nonzero(state.baseline, risk))

@@ -11,7 +11,7 @@ from functional_jd.core.arguments import FROM_0_TO_1
 from functional_jd.core.rows import per_row
 from functional_jd.core.safe import nonzero
 from functional_jd.core.sharding import positions, shard_of, sharded_as
-from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves
 from functional_jd.random import split, uniform
 from functional_jd.random.keys import check_key, draw_at
 
@@ -50,7 +50,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
             sharded_as(_entrywise(shard_of(leaf), number, leaks), leaf)
             for leaf, number in zip(leaves, _numbers(subkey, leaves), strict=True)
         ]
-        return tree_unflatten(structure, weights), next_key
+        return structure.unflatten(weights), next_key
 
     return Aggregator(jacobian_entries, lambda J: key.to(tree_leaves(J)[0].device), update)
 

@@ -25,9 +25,8 @@ def check_alike(parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], devi
 def means_if_alike(
     values: Sequence[Tensor], parts: Mapping[str, Any], mean: Callable[[Tensor], Tensor], cure: str, waits: bool = False
 ) -> list[Tensor]:
-    """The means over the ranks of values, if each named part is the same on all.
-
-    If not, all ranks raise ValueError; on an accelerator, without `waits`, the means are NaN.
+    """The means over the ranks of values, if each named part is the same on all. If not, all ranks raise ValueError; on
+    an accelerator, without `waits`, the means are NaN.
 
     Digests of the parts travel with the values. The first message has one size and one dtype, whatever the values are:
     with other numbers of them, ranks could not compare. More than 1000 values take a second message.
@@ -52,12 +51,10 @@ def means_if_alike(
 
 
 def _digest(part: Any, device: torch.device) -> Tensor:
-    """A number whose mean over ranks is itself only if all have the same: small enough for rounding to show less.
-
-    Made on the device, from a number: a copy from the host would wait for it.
-    """
+    """A number whose mean over ranks is itself only if all have the same: small enough for rounding to show less."""
     dtype = widest(device)
     number = int.from_bytes(hashlib.blake2b(repr(part).encode(), digest_size=5).digest(), "big")
+    # No tensor of the host is copied to the device: the copy would wait for it.
     return torch.full((), number % int(2.0**-10 / torch.finfo(dtype).eps), dtype=dtype, device=device)
 
 
@@ -68,7 +65,6 @@ def _shown(part: Any) -> str:
 
 def description(value: Any, keys: bool = True, waiting: bool = True) -> list[Any]:
     """The common parts of ranks that build a rule or an optimizer alike: names of functions and classes, numbers.
-
     `keys`: int64 tensors `[2]` count by their values; `waiting`: so do tensors on an accelerator, which waits for it.
     """
     return [_described(part, keys, waiting) for part in _parts(value)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.float64 import has_float64
-from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.tree import tree_flatten
 
 
 def run_on_host(
@@ -27,14 +27,14 @@ def run_on_host(
     arrived = copied(away, torch.device("cpu"))
     arrived = [x.double() if narrow and x.is_floating_point() else x for x in arrived]
     rest = iter(arrived)
-    there = tree_unflatten(structure, [x if x.is_cpu else next(rest) for x in leaves])
+    there = structure.unflatten([x if x.is_cpu else next(rest) for x in leaves])
     found, found_structure = tree_flatten(function(*there))
     # What is returned as it was given stays where it was; what is returned twice stays one tensor.
     known = {id(x): original for x, original in zip(arrived, away, strict=True)}
     new = list({id(x): x for x in found if id(x) not in known}.values())
     back = copied([x.float() if narrow and x.dtype == torch.float64 else x for x in new], device, apart)
     known.update({id(x): y for x, y in zip(new, back, strict=True)})
-    return tree_unflatten(found_structure, [known[id(x)] for x in found])
+    return found_structure.unflatten([known[id(x)] for x in found])
 
 
 def copied(tensors: list[Tensor], device: torch.device, apart: bool = False) -> list[Tensor]:

@@ -12,9 +12,7 @@ from functional_jd.core.types import Losses
 
 
 def objective_names(losses: Losses) -> list[str]:
-    """Return the name of every objective, in the order of the rows.
-
-    Records hold tensors only, so the names are read from the structure of the losses, which `StepInfo` keeps.
+    """Return the name of every objective, in the order of the rows, from the structure of the losses.
 
     Args:
         losses: a tensor or pytree of tensors with m elements: what a loss function returns, or `StepInfo.losses`.
@@ -39,10 +37,8 @@ def objective_names(losses: Losses) -> list[str]:
             )
         for index in product(*map(range, leaf.shape)):
             indices = ", ".join(map(str, index))
-            if isinstance(losses, Tensor):
-                names.append(indices or "loss")
-            else:
-                names.append(f"{name}[{indices}]" if index else name)
+            one = f"{name}[{indices}]" if index else name
+            names.append((indices or "loss") if isinstance(losses, Tensor) else one)
     return names
 
 

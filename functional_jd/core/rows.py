@@ -75,7 +75,6 @@ def of_distinct(f: Callable[[Any], Any], weights: Any) -> Any:
 
 def inner_products(matrix: Tensor) -> Tensor:
     """Inner products of rows `[m, n]`: float64 `[m, m]`, computed block by block over the columns.
-
     Float32 would be twice as fast, but with its rounding error of 1e-8 dependent rows look independent to the rules,
     which truncate eigenvalues at the precision of float64.
     """

@@ -1,9 +1,7 @@
 """Sharded leaves: a function opens `DTensor`s to this rank's shards where it begins, and closes them where it ends.
 
 Between, all is local, except sums over all entries and flags, which every rank needs. A leaf that is not a `DTensor`
-passes through all of this unchanged.
-
-`torch.distributed.tensor` takes a second to import: functions import it once there is a `DTensor`.
+passes through all of this unchanged. `torch.distributed.tensor`, which takes a second to import, is imported late.
 """
 
 import sys
@@ -33,10 +31,7 @@ _LARGE = 1 << 20
 
 
 class _Collective(Function):
-    """A functional collective with derivatives and a vmap rule.
-
-    The derivative of `"mean"` is that of a value which all ranks have in common and which counts once.
-    """
+    """A functional collective with a vmap rule. A `"mean"` is differentiated as one value that all ranks share."""
 
     @staticmethod
     def forward(value: Tensor, kind: str, name: str, replicas: int) -> Tensor:
@@ -144,11 +139,8 @@ def by_shards(leaves: Sequence[Any]) -> dict[tuple[tuple[Any, int], ...], list[i
 
 def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
     """Add up parts made of each leaf's shard, over the ranks that hold other entries of it: not over replicas."""
-    sums = [
-        over_dimensions("sum", reduce(torch.add, [parts[k] for k in own]), dims)
-        for dims, own in by_shards(leaves).items()
-    ]
-    return reduce(torch.add, sums)
+    groups = [(reduce(torch.add, [parts[k] for k in own]), dims) for dims, own in by_shards(leaves).items()]
+    return reduce(torch.add, [over_dimensions("sum", part, dims) for part, dims in groups])
 
 
 def meshes_of(leaves: Sequence[Any]) -> list[Any]:
@@ -158,9 +150,7 @@ def meshes_of(leaves: Sequence[Any]) -> list[Any]:
 
 def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
     """The `"least"` or `"most"` of all ranks that hold shards of some leaf; the value itself where there are none."""
-    for mesh in meshes_of(leaves):
-        value = over_mesh(kind, value, mesh)
-    return value
+    return over_dimensions(kind, value, [(mesh, dim) for mesh in meshes_of(leaves) for dim in range(mesh.ndim)])
 
 
 def over_mesh(kind: str, value: Tensor, mesh: Any) -> Tensor:

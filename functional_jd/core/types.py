@@ -36,9 +36,7 @@ LossFunction: TypeAlias = Callable[..., Any]
 
 
 class AffineWeights(NamedTuple):
-    """In one leaf, the weights of the current rows, and the sum carried over from earlier ones.
-
-    `direction = sum_i weights_i J_i + rest`
+    """In one leaf, weights of the current rows, and a sum of earlier ones: `direction = sum_i weights_i J_i + rest`.
 
     Attributes:
         weights: float64, `[m]`, or broadcast to the leaf `[m, *p]`, with all its dimensions.

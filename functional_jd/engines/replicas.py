@@ -16,15 +16,7 @@ from functional_jd.core.arguments import check_option, here, refuse
 from functional_jd.core.rows import at_least_float32, neighbours, of_distinct
 from functional_jd.core.sharding import collective as collective_of
 from functional_jd.core.sharding import is_sharded, meshes_of
-from functional_jd.core.tree import (
-    all_finite,
-    described_leaves,
-    floating_leaves,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from functional_jd.core.tree import all_finite, described_leaves, floating_leaves, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree, Weights
 from functional_jd.engines.by_name import ENGINES, checked, rows_of_plan
 from functional_jd.engines.plan import Engine, Plan
@@ -250,7 +242,7 @@ def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
         "losses with the same names, shapes and dtypes": described_leaves(values),
         "the same rule": [description(plan.rule, keys=False, waiting=False)],
     }
-    return tree_unflatten(structure, means_if_alike(leaves, parts, partial(mean_over_group, group=group), _CURE))
+    return structure.unflatten(means_if_alike(leaves, parts, partial(mean_over_group, group=group), _CURE))
 
 
 _CURE = "Return all losses everywhere, of a task without data 0.0 * features.sum(), and weigh them by the same rule."
@@ -275,7 +267,7 @@ def sum_over_group(tree: Tree, group: Group) -> Tree:
         total = collective("sum", torch.cat([leaf.reshape(-1) for leaf in bucket]), group)
         parts = total.split([leaf.numel() for leaf in bucket])
         sums.extend(part.reshape(leaf.shape) for part, leaf in zip(parts, bucket, strict=True))
-    return tree_unflatten(structure, sums)
+    return structure.unflatten(sums)
 
 
 def mean_over_group(tree: Tree, group: Group) -> Tree:

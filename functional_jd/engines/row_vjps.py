@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copy_each
 from functional_jd.core.rows import neighbours, per_row, widest_join
-from functional_jd.core.tree import Structure, tree_unflatten
+from functional_jd.core.tree import Structure
 from functional_jd.core.types import Direction
 from functional_jd.engines.choose import choose_rows, stack_at_once
 from functional_jd.engines.evaluate import check_weights, element_count, row_scales
@@ -256,4 +256,4 @@ def pulled(
     with autocast_disabled():
         cotangent, common = weighted_cotangent(point.outputs, weights, plan)
         found, finite = unscaled(common, dense(point.pullback(cotangent, last=last), leaves), plan)
-    return tree_unflatten(structure, found), finite
+    return structure.unflatten(found), finite

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
+from functional_jd.core.tree import detach_tree, tree_flatten
 from functional_jd.engines.plan import Plan
 from functional_jd.torch_compat.autograd_graph import gradients, largest_between, scalars_of_stack, to_dense
 from functional_jd.torch_compat.callers import here
@@ -91,7 +91,7 @@ def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> V
     outputs, pull, tensors = cast(tuple[Any, ...], torch.func.vjp(tensors_only, inputs, has_aux=True))
     structure, others = aside
     rest = iter(tensors)
-    extra = tree_unflatten(structure, [next(rest) if x is None else x for x in others])
+    extra = structure.unflatten([next(rest) if x is None else x for x in others])
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:  # noqa: ARG001
         if among != slice(None) and torch.compiler.is_compiling():  # traces only what is asked for

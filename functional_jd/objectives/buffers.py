@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import described, here
-from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, Tree
 from functional_jd.random.keys import fold_in
 
@@ -77,7 +77,7 @@ def checked_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> Tree:
         return found
     old, structure = tree_flatten(extras.buffers)
     try:
-        new = leaves_like(structure, found)
+        new = structure.flatten_up_to(found)
     except ValueError as error:
         names = sorted(set(tree_names(found)) ^ set(tree_names(extras.buffers)))
         raise ValueError(
@@ -109,4 +109,4 @@ def own_buffers(extras: Extras) -> Tree:
     leaves, structure = tree_flatten(extras.buffers)
     pairs = zip(tree_names(extras.buffers), leaves, strict=True)
     own = [fold_in(x, extras.rank) if is_key(name, x, extras.buffers) else x for name, x in pairs]
-    return tree_unflatten(structure, own)
+    return structure.unflatten(own)

@@ -18,7 +18,6 @@ from functional_jd.core.tree import (
     tree_leaves,
     tree_map,
     tree_names,
-    tree_unflatten,
 )
 from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.objectives.structured import ExampleSets, PerExample
@@ -128,7 +127,7 @@ class Sharded(Declared):
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""
         leaves, structure = tree_flatten(values)
         if self.mesh is None:
-            return tree_unflatten(structure, [_whole(x) if is_sharded(x) else x for x in leaves])
+            return structure.unflatten([_whole(x) if is_sharded(x) else x for x in leaves])
         places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
         if places or not leaves:
             described = described_leaves(values)
@@ -137,7 +136,7 @@ class Sharded(Declared):
             for k, mean in zip(places, means, strict=True):
                 leaves[k] = mean
         gathers.names.clear()
-        return tree_unflatten(structure, leaves)
+        return structure.unflatten(leaves)
 
 
 def mesh_of(losses: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from functional_jd.core.arguments import check_function, refuse
-from functional_jd.core.tree import tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.tree import tree_flatten, tree_names
 from functional_jd.core.types import Tree
 
 _NOTHING: tuple[()] = ()
@@ -39,7 +39,7 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
         refuse("tree", "a pytree with tensors", tree if leaves[0] is tree else leaves[0], cure)
     chosen = [bool(predicate(name, leaf)) for name, leaf in zip(tree_names(tree), leaves, strict=True)]
     parts = [
-        tree_unflatten(structure, [x if flag is wanted else _NOTHING for x, flag in zip(leaves, chosen, strict=True)])
+        structure.unflatten([x if flag is wanted else _NOTHING for x, flag in zip(leaves, chosen, strict=True)])
         for wanted in (True, False)
     ]
     return _without_empty_keys(parts[0], tree), _without_empty_keys(parts[1], tree)

@@ -1,7 +1,6 @@
 """Adam with decoupled weight decay."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import clone_each
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import any_sharded, floating_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
@@ -100,7 +99,7 @@ def adamw(
         leaves, structure = floating_leaves(params)
         if any_sharded(leaves):
             return on_shards(step, moving, direction, state, params)
-        directions, first, second = map(partial(leaves_like, structure), (direction, state.first, state.second))
+        directions, first, second = map(structure.flatten_up_to, (direction, state.first, state.second))
         rate = current_rate(lr, state.steps)
         fits, alike = state.steps.ndim == 0, True
         for k, (p, d, m, v) in enumerate(zip(leaves, directions, first, second, strict=True)):
@@ -121,7 +120,7 @@ def adamw(
         # The kernel of an accelerator takes a rate in float32.
         if exact and fused and alike and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             new = _fused((leaves, directions, first, second), state.steps, moving, rate, (b1, b2, weight_decay, eps))
-            params, first, second = [tree_unflatten(structure, list(column)) for column in new]
+            params, first, second = [structure.unflatten(list(column)) for column in new]
             return params, AdamwState(state.steps + (1 if moving is None else moving), first, second)
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
@@ -140,7 +139,7 @@ def adamw(
         old = zip(leaves, first, second, strict=True)
         rows = zip(map(moved, leaves, directions, first, second), old, strict=True)
         chosen = [[_kept(moving, x.to(y.dtype), y) for x, y in zip(new, old, strict=True)] for new, old in rows]
-        params, first, second = (tree_unflatten(structure, list(column)) for column in zip(*chosen, strict=True))
+        params, first, second = (structure.unflatten(list(column)) for column in zip(*chosen, strict=True))
         return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 
     return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), step)

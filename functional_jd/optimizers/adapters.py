@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.core.arguments import refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import any_sharded, floating_leaves, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.tree import any_sharded, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     Optimizer,
@@ -123,7 +123,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             return torch.where((state.steps > 0).to(later.device), later, first)
 
         new_leaves, entries = tree_map(select, *results)
-        return tree_unflatten(structure, new_leaves), TorchState(state.steps + 1, entries)
+        return structure.unflatten(new_leaves), TorchState(state.steps + 1, entries)
 
     eager: Any = torch.compiler.disable(update, reason="torch.optim creates its state in its first step")
     return Optimizer(init, eager)

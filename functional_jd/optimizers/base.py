@@ -10,7 +10,7 @@ from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, check_number, he
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
-from functional_jd.core.tree import floating_leaves, leaves_like, shards_of, tree_map, tree_names, tree_sharded_as
+from functional_jd.core.tree import floating_leaves, shards_of, tree_map, tree_names, tree_sharded_as
 from functional_jd.core.types import Direction, Losses, Params, Tree
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
@@ -91,7 +91,7 @@ def on_shards(update: Callable[..., tuple[Params, Tree]], *given: Any) -> tuple[
     """
     *first, direction, state, params = given
     leaves, structure = floating_leaves(params)
-    for index, (p, d) in enumerate(zip(leaves, leaves_like(structure, direction), strict=True)):
+    for index, (p, d) in enumerate(zip(leaves, structure.flatten_up_to(direction), strict=True)):
         if not same_layout(p, d):
             raise ValueError(
                 f"{here()}: expected a direction that is sharded as the parameters are, found another layout in "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from functional_jd.core.arguments import check_function, check_mapping
-from functional_jd.core.tree import floating_leaves, leaves_like, tree_names, tree_unflatten
+from functional_jd.core.tree import floating_leaves, tree_names
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_inner
 from functional_jd.precision.loss_scale import select
@@ -55,7 +55,7 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
 
     def step(moving: Tensor | None, direction: Direction, state: Tree, params: Params) -> tuple[Params, Tree]:
         leaves, structure = floating_leaves(params)
-        directions, new_leaves = leaves_like(structure, direction), list(leaves)
+        directions, new_leaves = structure.flatten_up_to(direction), list(leaves)
         new_state: dict[str, Tree] = {}
         for label, group in _groups(params, leaves, optimizers, labels).items():
             optimizer, old = optimizers[label], _chosen(leaves, group)
@@ -69,7 +69,7 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
             new_state[label] = new[1]
             for name, index in group.items():
                 new_leaves[index] = new[0][name]
-        return tree_unflatten(structure, new_leaves), new_state
+        return structure.unflatten(new_leaves), new_state
 
     guarded = step if any(optimizer.guarded_update for optimizer in optimizers.values()) else None
     return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), guarded)

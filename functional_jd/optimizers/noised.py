@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.core.arguments import POSITIVE, check_number
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
-from functional_jd.core.tree import any_sharded, floating_leaves, tree_unflatten
+from functional_jd.core.tree import any_sharded, floating_leaves
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_inner, check_settings, in_dtype_of
 from functional_jd.random import normal, split
@@ -79,7 +79,7 @@ def noised(
             noises = map(_noise, keys, leaves, dtypes)
         else:
             noises = draw_normals(keys, [leaf.numel() for leaf in leaves], dtypes[0])
-        return tree_unflatten(structure, list(map(mean, leaves, noises)))
+        return structure.unflatten(list(map(mean, leaves, noises)))
 
     def mean(leaf: Tensor, noise: Tensor) -> Tensor:
         x = at_least_float32(shard_of(leaf))

@@ -19,16 +19,7 @@ from functional_jd.core.foreach import times, where_each
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, joined, per_row
 from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
-from functional_jd.core.tree import (
-    all_finite,
-    any_sharded,
-    check_layouts,
-    leaves_like,
-    tree_flatten,
-    tree_map,
-    tree_names,
-    tree_unflatten,
-)
+from functional_jd.core.tree import all_finite, any_sharded, check_layouts, tree_flatten, tree_map, tree_names
 from functional_jd.core.types import Tree
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -95,9 +86,7 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     else:
         factors = [per_row(factor, leaf) for leaf in _floating(tree, factor)[0]]
     pairs = zip(leaves, factors, strict=True)
-    return tree_unflatten(
-        structure, [sharded_as(at_least_float32(shard_of(leaf)) * part, leaf) for leaf, part in pairs]
-    )
+    return structure.unflatten([sharded_as(at_least_float32(shard_of(leaf)) * part, leaf) for leaf, part in pairs])
 
 
 def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
@@ -141,12 +130,12 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     finite = agreed(finite, leaves + others)
     inverse = torch.where(finite, inverse, 0.0)
     products = _products_or_zeros(shards, inverse, finite)
-    rows = tree_unflatten(structure, list(map(sharded_as, products, leaves)))
+    rows = structure.unflatten(list(map(sharded_as, products, leaves)))
     if not heads:
         return rows, finite
     anywhere = finite.any()
     products = _products_or_zeros(other_shards, anywhere.to(one.dtype), anywhere)
-    return with_heads(rows, tree_unflatten(other_structure, list(map(sharded_as, products, others)))), finite
+    return with_heads(rows, other_structure.unflatten(list(map(sharded_as, products, others)))), finite
 
 
 def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
@@ -156,7 +145,7 @@ def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
         return unscale(factor, tree)
     dtype = reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
     quotients = times(list(map(at_least_float32, leaves)), inverse_of(factor, dtype))
-    return tree_unflatten(structure, quotients), all_finite(quotients)
+    return structure.unflatten(quotients), all_finite(quotients)
 
 
 def zeros_unless(finite: Tensor, tree: Tree) -> Tree:
@@ -275,7 +264,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
     _require_flag(finite)
     leaves, structure = tree_flatten(new)
     try:
-        others = leaves_like(structure, old)
+        others = structure.flatten_up_to(old)
     except ValueError as error:
         raise ValueError(
             f"{here()}: new and old must have the same structure, found two. {error} "
@@ -292,7 +281,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
             )
     all_finite = finite.all() if finite.ndim else finite
     chosen = where_each(all_finite, list(map(shard_of, leaves)), list(map(shard_of, others)))
-    return tree_unflatten(structure, list(map(sharded_as, chosen, leaves)))
+    return structure.unflatten(list(map(sharded_as, chosen, leaves)))
 
 
 def _described(value: Any) -> str:

@@ -12,7 +12,7 @@ from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggrega
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import loss_count
 from functional_jd.core.rows import as_matrix, per_row, row_count
-from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
+from functional_jd.core.tree import tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.watching import StateJournal, Watch
@@ -94,7 +94,7 @@ def has_rest(jacobian: Jacobian, weights: Tree) -> bool:
     """Whether the direction is more than a weighted sum of the rows: a leaf of the weights is `AffineWeights`."""
     if is_per_row(weights):
         return False
-    return any(isinstance(weight, AffineWeights) for weight in leaves_like(tree_flatten(jacobian)[1], weights))
+    return any(isinstance(weight, AffineWeights) for weight in tree_flatten(jacobian)[1].flatten_up_to(weights))
 
 
 def distance_from_hull(rows: Tensor, point: Tensor) -> float:

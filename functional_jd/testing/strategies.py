@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from functional_jd.core.arguments import check_flag, is_size, refuse
-from functional_jd.core.tree import floating_leaves, tree_flatten, tree_unflatten
+from functional_jd.core.tree import floating_leaves, tree_flatten
 from functional_jd.core.types import Params, Tree
 
 Size = int | tuple[int, int]
@@ -73,7 +73,7 @@ def jacobians(
 
 @st.composite
 def _jacobians(draw: st.DrawFn, rows: Size, columns: Size, dtype: torch.dtype, like: Params, wide: bool) -> Tree:
-    leaves, structure = ([], None) if like is None else tree_flatten(like)
+    leaves, structure = tree_flatten(like)
     m = draw(_sizes(rows))
     n = draw(_sizes(columns)) if like is None else sum(leaf.numel() for leaf in leaves)
     entries = draw(st.lists(st.integers(-4, 4), min_size=m * n, max_size=m * n))
@@ -86,7 +86,7 @@ def _jacobians(draw: st.DrawFn, rows: Size, columns: Size, dtype: torch.dtype, l
     if like is None:
         return matrix.to(dtype)
     parts = zip(leaves, matrix.to(dtype).split([leaf.numel() for leaf in leaves], dim=1), strict=True)
-    return tree_unflatten(structure, [part.reshape(m, *leaf.shape).contiguous() for leaf, part in parts])
+    return structure.unflatten([part.reshape(m, *leaf.shape).contiguous() for leaf, part in parts])
 
 
 def _check_size(name: str, size: Any) -> None:

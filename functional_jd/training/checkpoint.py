@@ -12,7 +12,7 @@ from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import checksums, function_names
 from functional_jd.core.arguments import check_flag, check_mapping, check_type, described, here
 from functional_jd.core.sharding import is_sharded, laid_out_as
-from functional_jd.core.tree import check_layouts, named_nodes, tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.tree import check_layouts, named_nodes, tree_flatten, tree_leaves
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.training.state import few
 
@@ -113,7 +113,7 @@ def from_checkpoint(
         # The strides of `like`, which decide how some ops round; `like` may have no memory at all.
         target = torch.empty_like(found if leaf.is_meta else leaf, requires_grad=False)
         leaves.append(target.copy_(laid_out_as(found.detach(), target)))
-    return tree_unflatten(structure, leaves)
+    return structure.unflatten(leaves)
 
 
 _START = "Start `like` from the model, the losses and the method that wrote the checkpoint."

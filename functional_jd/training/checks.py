@@ -13,7 +13,7 @@ from functional_jd.core.agreement import check_alike, checksums, description
 from functional_jd.core.arguments import here, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
-from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import element_count, evaluate_losses, row_scales
 from functional_jd.engines.plan import Plan
@@ -106,7 +106,7 @@ def check_linear(plan: Plan) -> None:
     losses, args = plan.kind.sample(plan.losses, plan.args)
     leaves, structure = floating_leaves(args[0])
     plan = plan._replace(differentiable=False, examples=plan.kind.rows_are_examples)
-    point = vjp(lambda at: evaluate_losses(losses, (tree_unflatten(structure, at), *args[1:]), plan), leaves, plan)
+    point = vjp(lambda at: evaluate_losses(losses, (structure.unflatten(at), *args[1:]), plan), leaves, plan)
     once = row_scales(plan, element_count(point.outputs), point.outputs[0])
     with autocast_disabled():
         linear = are_linear(point, once)

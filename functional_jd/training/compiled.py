@@ -16,7 +16,7 @@ from torch.amp import is_autocast_available
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from functional_jd.core.arguments import check_flag, check_function, check_option, refuse
-from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.tree import tree_difference, tree_flatten, tree_names
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.objectives.functional import put_back
 from functional_jd.precision.autocast import autocast_disabled
@@ -106,7 +106,7 @@ class Compiled:
             leaves = [*graph.run(*tensors, *(x.detach() for x in graph.constants))]
         for place, leaf in graph.others:
             leaves.insert(place, leaf)
-        result = tree_unflatten(graph.structure, leaves)
+        result = graph.structure.unflatten(leaves)
         if self.donate:
             state = result[0] if type(result) is tuple and result else result
             self.newest = state, leaves[: len(first)], of_first, kinds
@@ -117,7 +117,7 @@ class Compiled:
         result, newest, structure, kinds = self.newest
         if structure is not None and first and first[0] is result:
             with suppress(ValueError):
-                leaves = leaves_like(structure, first)
+                leaves = structure.flatten_up_to(first)
                 if all(map(is_, newest, leaves)):
                     return leaves, structure, kinds
         leaves, structure = tree_flatten(first)
@@ -129,7 +129,7 @@ class Compiled:
 
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
-            args, kwargs = tree_unflatten(structure, [next(rest) if isinstance(x, Tensor) else x for x in given])
+            args, kwargs = structure.unflatten([next(rest) if isinstance(x, Tensor) else x for x in given])
             result = self.f(*args, **kwargs)
             leaves, of_result = tree_flatten(result)
             for name, leaf in zip(tree_names(result), leaves, strict=True):
@@ -235,7 +235,7 @@ def _origin(node: torch.fx.Node, given: list[Any], structure: Any) -> str:
     """An input or a constant of a graph, in the words of the user."""
     if node.op == "get_attr":
         return f"a tensor {list(getattr(node.graph.owning_module, str(node.target)).shape)} that is no argument"
-    names = tree_names(tree_unflatten(structure, given))
+    names = tree_names(structure.unflatten(given))
     inputs = [name for name, leaf in zip(names, given, strict=True) if isinstance(leaf, Tensor)]
     return _called(inputs[node.graph.find_nodes(op="placeholder").index(node)])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from functional_jd.core.tree import any_sharded, tree_flatten, tree_unflatten
+from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import differentiates, innermost, under_functorch, zero_of_members
 
@@ -19,16 +19,16 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     """Open a step: a token for `closed`, and its inputs with the same values. The token is None if nothing
     differentiates, if inputs are sharded, and under torch.compile: derivatives through skips are NaN there.
     """
+    if torch.compiler.is_compiling() or any_sharded(tree_leaves(tree)):
+        return None, tree
     leaves, structure = tree_flatten(tree)
     inputs = list(filter(_is_real, leaves))
-    if torch.compiler.is_compiling() or any_sharded(inputs):
-        return None, tree
     transformed = under_functorch() and differentiates()
     if not (transformed or (torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs))):
         return None, tree
     token, *copies = _Open.apply(zero_of_members(inputs[0].device), *inputs)  # pyright: ignore
     rest = iter(copies)
-    return token, tree_unflatten(structure, [next(rest) if _is_real(x) else x for x in leaves])
+    return token, structure.unflatten([next(rest) if _is_real(x) else x for x in leaves])
 
 
 def closed(token: Tensor, moved: Tensor, tree: Tree) -> Tree:
@@ -37,7 +37,7 @@ def closed(token: Tensor, moved: Tensor, tree: Tree) -> Tree:
     """
     leaves, structure = tree_flatten(tree)
     rest = iter(_Close.apply(token, moved, True, *filter(_is_real, leaves)))  # pyright: ignore
-    return tree_unflatten(structure, [next(rest) if _is_real(x) else x for x in leaves])
+    return structure.unflatten([next(rest) if _is_real(x) else x for x in leaves])
 
 
 def _is_real(x: Any) -> bool:

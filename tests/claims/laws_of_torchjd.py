@@ -21,7 +21,7 @@ from torchjd import aggregation as peer
 
 from functional_jd.aggregation import AffineWeights
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.tree import tree_flatten
 from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, laws_of
 from functional_jd.views import full_jacobian
 
@@ -44,7 +44,7 @@ def black_box(f: Callable[[torch.Tensor], torch.Tensor]) -> Aggregator:
             part.to(torch.promote_types(part.dtype, torch.float32)).reshape(leaf.shape[1:])
             for part, leaf in zip(parts, leaves, strict=True)
         ]
-        return tree_unflatten(structure, list(map(AffineWeights, zeros, rests))), ()
+        return structure.unflatten(list(map(AffineWeights, zeros, rests))), ()
 
     return Aggregator(full_jacobian, lambda _: (), update)
 

@@ -81,7 +81,7 @@ def test_leaves_come_in_sorted_order_with_their_names_and_go_back_where_they_wer
     assert len(leaves) == len(expected)
     assert all(x is y for x, y in zip(leaves, expected, strict=True))
     assert all(x is y for x, y in zip(trees.tree_leaves(tree), expected, strict=True))
-    again = trees.tree_unflatten(structure, leaves)
+    again = structure.unflatten(leaves)
     assert kinds(again) == kinds(tree)
     assert all(x is y for (_, x), (_, y) in zip(in_order(again), in_order(tree), strict=True))
     assert trees.tree_names(tree) == [".".join(path) or "value" for path, _ in in_order(tree)]
@@ -145,8 +145,8 @@ def test_a_traced_flattening_is_that_of_optree(tree):
 
     def run(tree):
         leaves, structure = trees.tree_flatten(tree)
-        again = trees.tree_unflatten(structure, [double(x) for x in leaves])
-        others = trees.leaves_like(structure, again)
+        again = structure.unflatten([double(x) for x in leaves])
+        others = structure.flatten_up_to(again)
         pairs = trees.tree_map(lambda x, y: (x, y), tree, again)
         return leaves, again, others, pairs, trees.tree_names(tree)
 
@@ -200,6 +200,9 @@ def test_the_order_of_keys_is_kept_and_makes_no_other_structure():
     one, other = {"b": ONE, "a": 3 * ONE}, {"a": ONE, "b": ONE}
     for subtract in (trees.tree_map, torch.compile(trees.tree_map, fullgraph=True, backend="eager")):
         assert list(subtract(torch.sub, one, other).items()) == [("b", 0), ("a", 2)]
+    for difference in (trees.tree_difference, torch.compile(trees.tree_difference, fullgraph=True, backend="eager")):
+        assert difference([one], [other]) == ""
+        assert "another structure" in difference([one], [OrderedDict(one)])
 
 
 def test_what_is_no_container_is_a_leaf():
@@ -225,7 +228,7 @@ def test_floating_leaves_are_the_leaves_or_a_named_mistake():
     params = {"b": torch.ones(2).half(), "a": [torch.zeros(()).double()]}
     leaves, structure = trees.floating_leaves(params)
     assert [x.dtype for x in leaves] == [torch.float64, torch.float16]
-    assert trees.tree_unflatten(structure, leaves)["b"] is params["b"]
+    assert structure.unflatten(leaves)["b"] is params["b"]
     for wrong, error, words in (
         ({**params, "n": [torch.tensor(1)]}, TypeError, "all leaves .* torch.int64 .* in 'n.0'.*further arguments"),
         ({"c": torch.ones(1) + 1j}, TypeError, "found torch.complex64 .* in 'c'"),

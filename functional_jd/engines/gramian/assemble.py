@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import Structure, tree_unflatten
+from functional_jd.core.tree import Structure
 from functional_jd.core.types import Direction
 from functional_jd.engines.gramian.layers import Factors
 from functional_jd.engines.gramian.products import products_of_leaves
@@ -95,7 +95,7 @@ def gramian_of_uses(
             products, pull = products_of_leaves(by_leaf, leaves, m, plan.products)
         else:
             products, pull = _products_by_group(by_leaf, leaves, m, plan.groups)
-    return products, lambda weights: tree_unflatten(structure, pull(weights))
+    return products, lambda weights: structure.unflatten(pull(weights))
 
 
 def like_direction(leaves: list[Tensor], plan: Plan) -> list[Tensor]:

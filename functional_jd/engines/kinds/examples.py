@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.tree import (
-    detach_tree,
-    floating_leaves,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_names,
-    tree_unflatten,
-)
+from functional_jd.core.tree import detach_tree, floating_leaves, tree_flatten, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Losses, Params, Tree
 from functional_jd.engines.evaluate import check_example_losses, evaluate_losses, row_scales
 from functional_jd.engines.gramian.assemble import gramian_of_uses, like_direction, recorded
@@ -51,7 +43,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     def one(inputs: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], Any, Any]:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
             loss = losses.loss if torch.compiler.is_compiling() else losses.of_one
-            return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), plan)
+            return evaluate_losses(loss, (structure.unflatten(inputs), *example), plan)
 
         point = vjp(f, inputs, plan, example=True)
         check_example_losses(point.outputs)
@@ -70,7 +62,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     # Parameters that only a closure captures may require grad.
     rows, values, aux = found if plan.differentiable else detach_tree(found)
     del found
-    return tree_unflatten(structure, rows if plan.scale is None else unscaled_rows(rows, plan.scale)), values, aux
+    return structure.unflatten(rows if plan.scale is None else unscaled_rows(rows, plan.scale)), values, aux
 
 
 def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
@@ -82,7 +74,7 @@ def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
 
     def f(points: list[Tensor], record: Callable[..., Any]) -> tuple[list[Tensor], Any]:
         def one(own: list[Tensor], *example: Any) -> tuple[list[Tensor], Any]:
-            return evaluate_losses(losses.loss, (tree_unflatten(structure, own), *example), plan, record(own))
+            return evaluate_losses(losses.loss, (structure.unflatten(own), *example), plan, record(own))
 
         return torch.vmap(one, (0, *dims), randomness="different")(points, *batch)
 
@@ -109,7 +101,7 @@ def weighted(losses: PerExample | ExampleSets, args: Args, plan: Plan) -> FoundW
 
     def evaluated(losses: Any) -> Vjp:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-            return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), plan)
+            return evaluate_losses(losses, (structure.unflatten(inputs), *batch), plan)
 
         return vjp(f, leaves, plan)
 
@@ -167,7 +159,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
         filled = list(tree_leaves(shared))
         for index, own in zip(keys, own_keys, strict=True):
             filled[index] = own
-        return with_carried(losses.loss(params, tree_unflatten(structure, filled), *example), extras)
+        return with_carried(losses.loss(params, structure.unflatten(filled), *example), extras)
 
     def next_buffers(found: Tree) -> Tree:
         checked_buffers(extras, found, rows=True)
@@ -175,7 +167,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
         moved = [x.mean(0) if x.is_floating_point() else x[0] for x in tree_leaves(found)]
         for index, rows in keys.items():
             moved[index] = rows[0]
-        return tree_unflatten(structure, moved)
+        return structure.unflatten(moved)
 
     start = 1 + extras.rank * m
     own_keys = [rows[start : start + m] for rows in keys.values()]
@@ -252,7 +244,7 @@ def _gramian_of_sets(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramia
     def pullback(weights: Tensor) -> Direction:
         pieces = zip(own.values(), weights.split(list(counts.values())), strict=True)
         directions = zip(*[pull(piece) for (_, pull), piece in pieces], strict=True)
-        return tree_unflatten(structure, [reduce(torch.add, own) for own in directions])
+        return structure.unflatten([reduce(torch.add, own) for own in directions])
 
     return products, *_joined(losses, found, plan), pullback
 

@@ -12,16 +12,7 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import times
 from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
-from functional_jd.core.tree import (
-    CONTAINERS,
-    Structure,
-    all_finite,
-    floating_leaves,
-    own_containers,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
+from functional_jd.core.tree import CONTAINERS, all_finite, floating_leaves, own_containers, tree_flatten, tree_leaves
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import called, check_weights, element_count, evaluate_losses, row_scales
@@ -67,8 +58,8 @@ class _Point(NamedTuple):
 
     trunk: Vjp  # from the shared parameters to the differentiable features
     heads: Vjp  # from the heads' parameters, and behind them those features, to the losses
-    shared: tuple[list[Tensor], Structure]
-    own: tuple[list[Tensor], Structure]
+    shared: tuple[list[Tensor], Any]
+    own: tuple[list[Tensor], Any]
     recording: Recording | None  # what the layers of the trunk recorded, if it was asked for
 
 
@@ -81,7 +72,7 @@ def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
     heads, found = _heads(point, sums, plan), point.heads.extra
     del point, sums, features  # the graph goes before the rows are divided
     rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    return MultitaskJacobian(tree_unflatten(structure, rows), heads), *found
+    return MultitaskJacobian(structure.unflatten(rows), heads), *found
 
 
 def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
@@ -89,11 +80,11 @@ def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
     own, structure = point.own
     found = dense(sums, own)
     if plan.scale is None:
-        return tree_unflatten(structure, [g.to(x.dtype) for g, x in zip(found, own, strict=True)])
+        return structure.unflatten([g.to(x.dtype) for g, x in zip(found, own, strict=True)])
     found = list(map(at_least_float32, found))
     if found and not plan.scale.ndim:
         found = times(found, inverse_of(plan.scale, found[0].dtype))
-    return tree_unflatten(structure, found)
+    return structure.unflatten(found)
 
 
 def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
@@ -140,8 +131,8 @@ def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
             features = above.pullback(cotangent, slice(len(own), None), last=last)
             trunk = dense(below.pullback(features, last=last), shared)
             found, finite = unscaled(common, [*of_heads, *trunk], plan)
-        heads = tree_unflatten(own_structure, found[: len(own)])
-        return {"shared": tree_unflatten(shared_structure, found[len(own) :]), "heads": heads}, finite
+        heads = own_structure.unflatten(found[: len(own)])
+        return {"shared": shared_structure.unflatten(found[len(own) :]), "heads": heads}, finite
 
     return *above.extra, pullback
 
@@ -171,7 +162,7 @@ def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullba
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
         found = map(at_least_float32, dense(point.trunk.pullback(cotangent, last=last), shared))
-        direction = {"shared": tree_unflatten(structure, times(list(found), inverse)), "heads": heads}
+        direction = {"shared": structure.unflatten(times(list(found), inverse)), "heads": heads}
         return direction, torch.where(rows_finite.all(), all_finite(direction), rows_finite)
 
     return products, pullback
@@ -190,7 +181,7 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
 
     def trunk(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
         recorder = None if record is None else record(inputs)
-        found = called(losses.features, (tree_unflatten(shared_structure, inputs), *batch), plan, recorder)
+        found = called(losses.features, (shared_structure.unflatten(inputs), *batch), plan, recorder)
         through = tree_leaves(found.features if isinstance(found, FeaturesAndBuffers) else found)
         inside[:] = [len(through), inputs if recorder is None else [*inputs, *recorder.constants]]
         return [x for x in through if _has_gradient(x)], found
@@ -202,8 +193,8 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
         leaves, structure = tree_flatten(below.extra)
         rest = iter(inputs[len(own) :])
         leaves[:n] = [next(rest) if _has_gradient(x) else x for x in leaves[:n]]
-        mine = tree_unflatten(own_structure, inputs[: len(own)])
-        outputs, extra = evaluate_losses(losses.heads, (mine, tree_unflatten(structure, leaves), *batch), plan)
+        mine = own_structure.unflatten(inputs[: len(own)])
+        outputs, extra = evaluate_losses(losses.heads, (mine, structure.unflatten(leaves), *batch), plan)
         if below.inputs:  # a graph of plain autograd
             carried = [x for x in leaves[n:] if isinstance(x, Tensor) and x.requires_grad]
             _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], points)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.core.tree import Structure, floating_leaves, tree_unflatten
+from functional_jd.core.tree import Structure, floating_leaves
 from functional_jd.engines.evaluate import element_count, evaluate_losses, row_scales, select_arguments
 from functional_jd.engines.gramian.assemble import Recorded, gramian_of_uses, recorded
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
@@ -23,7 +23,7 @@ def _of_leaves(losses: Any, args: Args, plan: Plan) -> tuple[Recorded, list[Tens
 
     def f(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
         recorder = None if record is None else record(inputs)  # torch 2.11 cannot trace whether a partial is true
-        return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), plan, recorder)
+        return evaluate_losses(losses, rebuild(structure.unflatten(inputs)), plan, recorder)
 
     return f, leaves, structure
 
@@ -35,7 +35,7 @@ def jacobian(losses: Any, args: Args, plan: Plan) -> FoundJacobian:
     m = element_count(point.outputs)
     rows = jacobian_rows(point, row_scales(plan, m, point.outputs[0]), plan)
     rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    return tree_unflatten(structure, dense(rows, leaves, m)), *point.extra
+    return structure.unflatten(dense(rows, leaves, m)), *point.extra
 
 
 def gramian(losses: Any, args: Args, plan: Plan) -> FoundGramian:
