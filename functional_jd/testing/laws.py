@@ -380,13 +380,11 @@ def _step(
 
 @lru_cache(maxsize=1)
 def _compiled_steps(rule: Aggregator) -> Callable[..., Any]:
-    """Compile a later and a first step of a rule into one graph; cached for more Jacobians of the same shape."""
+    """Compile a step of a rule and its initial state into one graph; cached for more Jacobians of the same shape."""
     torch.compiler.reset()  # the graphs of other rules count against the recompile limit
 
-    def f(state: Tree, *case: Any) -> tuple[Aggregation, Tree]:
-        later = _step(rule, state, *case)
-        # Without memory, all steps are alike: to trace a second one takes as long and tells nothing.
-        first = _step(rule, None, *case) if tree_leaves(state) else later
-        return later, first.state
+    def f(state: Tree, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> tuple[Aggregation, Tree]:
+        given = None if isinstance(losses, tuple) else losses
+        return _step(rule, state, jacobian, others, losses), start(rule, jacobian, *others, losses=given)
 
     return torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=False)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.strategies import sampled_from
 
 import functional_jd as jd
@@ -51,7 +51,7 @@ test_modest = obeys(modest(), laws.pure, laws.finite, laws.batched, laws.permuta
 def shown(law, rule, **options):
     """What a failing test prints, below its first line."""
     with pytest.raises(AssertionError) as caught:
-        obeys(rule, law, settings=FEW, **options)(law)
+        obeys(rule, law, settings=settings(FEW, phases=[Phase.generate]), **options)(law)  # any case will do
     headline, _, code = str(caught.value).partition("\n\n")
     assert headline.startswith(f"{law.__name__} is broken: ")
     return code
