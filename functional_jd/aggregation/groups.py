@@ -1,5 +1,6 @@
 """Groups of parameters: what a rule receives that has another rule for every top-level key."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,7 @@ from functional_jd.core.tree import tree_leaves
 
 
 def view_of_groups(views: Mapping[str, View], passes: int) -> View:
-    """The view whose rule receives, for every group, what the rule with its view receives: `views` by top-level key of
-    the parameters, of `passes` rules that differ.
-    """
+    """The view of a rule that receives, by top-level key, what each of `views` does; `passes` of their rules differ."""
 
     def by_group(seen: Observation) -> dict[str, Any]:
         for rows in (seen.rows, *seen.others):
@@ -77,4 +76,5 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
 def leaf_groups(params: Any, groups: Mapping[str, View]) -> list[tuple[str, int, str]]:
     """The groups in the order of their leaves: a name, the number of leaves, which values of rows the rule needs."""
     check_groups(params, groups)
-    return [(key, len(tree_leaves(params[key])), groups[key].products) for key in sorted(params)]
+    keys = sorted(params) if type(params) in (dict, defaultdict) else params  # an OrderedDict keeps its order
+    return [(key, len(tree_leaves(params[key])), groups[key].products) for key in keys]

@@ -37,8 +37,8 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     Guarantees:
         The prediction is that of a step with learning rate 1 on the same residuals: take the whole batch in every step,
         and `line_search(sgd(1.0), [1.0, 0.0])`. Rate 0 takes back a step that fails, as in the classical method. With
-        `sgd(1.0)` alone it stays, and a bad start may not be made good. The damping stays between the rounding of the
-        Gramian, `8 m eps` of its largest diagonal entry, and `eps^-1/2` of that entry.
+        `sgd(1.0)` alone it stays, and a bad start may not be made good. From the second step on, the damping is between
+        the rounding of the Gramian, `8 m eps` of its largest diagonal entry, and `eps^-1/2` of that entry.
 
     Source:
         Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.

@@ -95,10 +95,10 @@ def advise(diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gram
         )
     conflict, noise = _conflict_and_noise(cosines)
     given_up = _given_up(norms, cosines)
-    medians = norms.median(0).values
+    medians = norms.quantile(0.5, dim=0)
     medians = medians[medians > 0]
     imbalance = float(medians.max() / medians.min()) if len(medians) else 1.0
-    rank, score = (float(x[finite].median()) for x in (window.rank, window.score))
+    rank, score = (float(x[finite].quantile(0.5)) for x in (window.rank, window.score))
     figures = (conflict, imbalance, rank / norms.shape[1], noise, given_up, score)
     verdict, rule, reason = _verdict(conflict, imbalance)
     if given_up and rule != "mean":

@@ -61,14 +61,19 @@ def vjp(
         ends: a list that `f` fills with tensors or edges of plain autograd's graph: their gradients come before those
             of the inputs.
     """
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # torch 2.11 returns zeros
+    check_mode()
+    if (plan.differentiable or example) and under_transform():
+        return _by_func(f, inputs, plan.differentiable)
+    return _by_autograd(f, inputs, plan, scalars and not plan.differentiable, ends)
+
+
+def check_mode() -> None:
+    """Raise in `torch.inference_mode`, where torch 2.11 returns zeros."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         raise ValueError(
             f"{here()}: expected a call outside of torch.inference_mode, where torch records no derivatives, found "
             "one inside. Use torch.no_grad() around it."
         )
-    if (plan.differentiable or example) and under_transform():
-        return _by_func(f, inputs, plan.differentiable)
-    return _by_autograd(f, inputs, plan, scalars and not plan.differentiable, ends)
 
 
 def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> Vjp:

@@ -23,7 +23,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
     Args:
         repulsion: how much the second term counts; not negative. A number or a tensor `[]`.
         bandwidth: h, in squared units of the losses; positive. A number or a tensor `[]`; `None`: in every step the
-            median of `|L_k - L_j|^2` over all pairs, divided by `K^(2 / (m - 1))`, so that neighbours repel.
+            lower median of `|L_k - L_j|^2` over all pairs, divided by `K^(2 / (m - 1))`, so that neighbours repel.
 
     Returns:
         A `Population` that needs Gramians and losses; its solutions start apart, and the losses are in like units.
@@ -64,7 +64,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
 
 def _usual_bandwidth(squares: Tensor, both: Tensor, m: int) -> Tensor:
-    """The median of the squared distances of all pairs of finite solutions, divided as above; 0 for none."""
+    """The lower median of the squared distances of all pairs of finite solutions, divided as above; 0 for none."""
     k = len(squares)
     if k == 1:
         return squares.new_zeros(())

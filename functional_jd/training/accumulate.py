@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -214,7 +214,8 @@ class _Run(NamedTuple):
         if examples:
             join = lambda trees: tree_map(lambda *leaves: torch.cat(leaves), trees[0], *trees[1:])
             return join(many) if joined else total, join(each), None, buffers
-        means: Any = total, tree_map(lambda *own: sum(own) / len(own), each[0], *each[1:])
+        mean = lambda *own: (reduce(torch.add, map(at_least_float32, own)) / len(own)).to(own[0].dtype)
+        means: Any = total, tree_map(mean, each[0], *each[1:])
         if self.group is not None:
             means, buffers = replicas.mean_over_group(means, self.group), replicas.pooled_buffers(buffers, self.group)
         left = _left(verdicts, self.group) if verdicts else None

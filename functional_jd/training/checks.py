@@ -18,7 +18,7 @@ from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params
 from functional_jd.engines.evaluate import element_count, evaluate_losses, row_scales
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import are_linear
-from functional_jd.engines.vjp import vjp
+from functional_jd.engines.vjp import check_mode, vjp
 from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.functional import noting_calls
 from functional_jd.objectives.over_shards import mesh_of
@@ -52,13 +52,13 @@ def check_learning(
     journal: StateJournal | None = None,
     training: bool = True,
 ) -> list[tuple[int, ...]]:
-    """Evaluate the losses, or those of some examples, once by plain autograd. Raises and warns as `train_state` does.
-    Their changes are put back, and a `journal` keeps them for the next evaluation. Without `training`, losses without a
-    gradient warn. Returns, for each leaf that rows have, the places of the losses that reach it; nothing for examples
-    and shards, and under transforms, where nothing is evaluated.
+    """Evaluate the losses, or those of some examples, by plain autograd, and raise and warn as `train_state` does. Their
+    changes are put back; a `journal` keeps them. Without `training`, losses without a gradient warn. Returns, for each
+    leaf of the rows, the losses that reach it; nothing for examples and shards, and under transforms.
     """
     if under_transform():
         return []
+    check_mode()
     kind, before, journal = plan.kind, tree_map(torch.clone, buffers), journal or StateJournal()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
     points = tree_leaves(params)

@@ -160,10 +160,9 @@ def _with_bar(pairs: _Pairs, length: int) -> _Pairs:
 def _summary(losses: Losses) -> dict[str, str]:
     """Up to four losses by name; of more, the mean, or the root of the mean square if they have both signs."""
     named, values = named_values(losses), loss_vector(losses)
-    if len(named) > 4 and values.min() < 0 < values.max():
-        named = [("rms", float(values.square().mean().sqrt()))]
-    elif len(named) > 4:
-        named = [("loss", float(values.mean()))]
+    if len(named) > 4:
+        both = bool(values.min() < 0 < values.max())
+        named = [("rms", float(values.square().mean().sqrt())) if both else ("loss", float(values.mean()))]
     return {name: f"{value:.4g}" for name, value in named}
 
 

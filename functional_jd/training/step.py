@@ -60,10 +60,9 @@ def step(
         parameters in float16 would overflow. A skipped step changes nothing but the scale.
         Each row's scale follows its own flag. A loss that is not finite flags itself alone, and no scale moves. One
         backward pass for all rows, as `weighted_engine` takes it, has one flag for all.
-        The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
-        Does not synchronize with the device, unless the docstring of the rule tells otherwise.
-        A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
-        under torch.compile they are NaN.
+        The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not wait for the
+        device, unless the docstring of the rule tells otherwise. To derivatives of every order, a skipped step is the
+        identity by state and batch, and constant by rates; under torch.compile they are NaN.
 
     Limits:
         To differentiate a sum of the report of a skipped step and the later state, take `torch.where(info.moved, loss,

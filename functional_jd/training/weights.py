@@ -71,8 +71,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     Raises:
         TypeError, ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); a rule
             that weights single entries; several ranks and no group; errors of `aggregate`, `jacobian_fn` and
-            `replicated`. In calls without a state, which evaluate the losses once more: losses that
-            do not depend on the parameters, tied weights at two places, and ranks that differ.
+            `replicated`. In calls without a state, which evaluate the losses once more: losses that do not depend on
+            the parameters, tied weights at two places, and ranks that differ.
 
     Warns:
         UserWarning: in calls without a state, gradients in float16 without a scale, losses or parameters without a
@@ -175,8 +175,8 @@ def weigh(
 
     Args:
         losses: a tensor `[m]`, or a pytree of tensors with m elements, each with the graph of the model.
-        parameters: the tensors to differentiate by, such as `model.parameters()`: an iterable or a
-            pytree. Those that do not require grad are left out. Heads of one loss alone need not be among them.
+        parameters: the tensors to differentiate by, such as `model.parameters()`, iterable or a pytree, without those
+            that require no grad. Heads of one loss alone need not be among them.
         aggregator: the rule.
         state: what the last call returned; None for the rule's initial state.
         scale: a loss scale `[]` or `[m]`, a factor of the losses while they are differentiated.

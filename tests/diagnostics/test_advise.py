@@ -137,6 +137,7 @@ def test_one_objective_and_gradients_of_zero_need_no_rule():
     done = STEADY["keep the mean"].clone()
     done[:, 1] = done[:, :, 1] = 0
     assert advise(done).verdict == "keep the mean"
+    assert advise(window(*[[E1, 100 * E2], [E1, 0 * E2]] * 2)).imbalance == pytest.approx(50, rel=4 * EPS)
 
 
 def test_advice_shows_itself():

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from zoo import MODELS, by_example, mlp, numbers, plain, tasks
 
+import functional_jd as jd
 from functional_jd import gramian_fn, jacobian_fn, multitask, per_example, squared_norms_fn, weighted_fn
 from functional_jd.engines.by_name import MODES
 from functional_jd.objectives import Multitask, PerExample
@@ -162,13 +163,13 @@ def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
     assert jacobian.shared[1].tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("f", [jacobian_fn, gramian_fn, weighted_fn, squared_norms_fn])
+@pytest.mark.parametrize("f", [jacobian_fn, gramian_fn, weighted_fn, squared_norms_fn, jd.weights_fn])
 @pytest.mark.parametrize("make", [plain, by_example])
 def test_no_derivative_is_taken_in_inference_mode(f, make):
     """Torch 2.11 returns zeros there."""
     case = make(mlp())
     with torch.inference_mode(), pytest.raises(ValueError, match=r"_fn: expected .* outside of torch.inference_mode"):
-        f(case.losses)(case.params, *case.args)
+        f(case.losses, *[jd.mean()] * (f is jd.weights_fn))(case.params, *case.args)
 
 
 # Mixed precision

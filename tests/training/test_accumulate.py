@@ -151,6 +151,15 @@ def test_a_part_that_is_not_finite_can_be_left_out_alone(kind, rule, shape):
     torch.testing.assert_close(again[:-1], call(parts(of=(x, y)), state=start)[:-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_losses_in_half_precision_neither_drift_nor_overflow(dtype):
+    half = lambda p, x: (p["w"] * x).mean().to(dtype)
+    how = {"params": {"w": torch.tensor([29952.0])}, "aggregator": jd.famo(), "scale": jd.scale_state(1.0)}
+    found = jd.accumulate(half, [(torch.ones(1),)] * 512, **how)
+    assert found.moved
+    assert found.losses == torch.tensor(29952.0, dtype=dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_share_of_the_parts_that_are_left_has_the_digits_of_the_rows(dtype):
     """Two of three is no binary fraction."""

@@ -164,6 +164,15 @@ def test_in_bfloat16_no_example_moves_parameters_by_more_than_the_bound_and_nois
         check_within(nobody[name], params[name] - noise, 4 * eps(torch.float32) * (params[name].abs() + noise.abs()))
 
 
+@pytest.mark.parametrize("engine", [fj.gramian_fn, fj.squared_norms_fn])
+def test_sums_of_many_rows_by_parameters_in_bfloat16_are_in_float32(engine):
+    """In bfloat16, one row more than 300 changes an entry by 2 or by nothing."""
+    row = fj.per_example(lambda p, x: (p["w"] * x).sum())
+    pullbacks = [engine(row)({"w": torch.ones(4).bfloat16()}, torch.ones(n, 4).bfloat16())[-1] for n in (300, 301)]
+    one, two = (pull(torch.ones(300 + n))[0]["w"] for n, pull in enumerate(pullbacks))
+    assert torch.equal(two - one, torch.ones(4))
+
+
 def test_mistakes_are_named():
     for wrong, kind, words in (
         ({"noise_multiplier": -1.0}, ValueError, "private: noise_multiplier must be finite and not negative, found -1"),
@@ -174,6 +183,8 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(kind, match=words):
             method(**wrong)
+    with pytest.raises(ValueError, match="train_state: the first batch must have an example, found none"):
+        fj.train_state(PARAMS, *batch(0), **method())
     tasks = fj.multitask(lambda p, x: x, lambda p, z, x: z)
     with pytest.raises(TypeError, match="private: loss must be the loss of one example"):
         method(loss=tasks)

@@ -99,8 +99,10 @@ def gramian_of_uses(
 
 
 def like_direction(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
-    """Tensors in the shapes and dtypes of the direction: after a division by scales it is at least float32."""
-    return leaves if plan.scale is None else [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
+    """Tensors in the shapes and dtypes of the direction: at least float32, as a sum of many rows needs it."""
+    if plan.scale is None and all(x.dtype.itemsize >= 4 for x in leaves):
+        return leaves
+    return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
 
 
 def _products_by_group(

@@ -178,6 +178,8 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
 def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
     """The first example stands for all: they have one graph."""
     params, *batch = args
+    if not losses.count(tuple(batch)):
+        raise ValueError(f"{here()}: the first batch must have an example, found none. Start with another batch.")
     return losses.of_one, (params, *losses.examples(tuple(batch))[0])
 
 
