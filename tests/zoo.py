@@ -3,6 +3,7 @@
 Every model is built from a fixed seed. `plain`, `by_example` and `tasks` make losses of each kind from any of them.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -169,9 +170,7 @@ def mixed() -> Model:
     return Model(params, lambda p, x: torch.tanh(x.float() @ p["narrow"]).double() @ p["wide"], mlp().inputs)
 
 
-class Pair(NamedTuple):
-    w: Tensor
-    b: Tensor
+Pair = namedtuple("Pair", "w b")
 
 
 @dataclass

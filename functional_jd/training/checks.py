@@ -61,8 +61,7 @@ def check_learning(
     check_mode()
     kind, before, journal = plan.kind, tree_map(torch.clone, buffers), journal or StateJournal()
     params = tree_map(lambda x: x.detach().requires_grad_(), plan.args[0])
-    points = tree_leaves(params)
-    named = dict(zip(tree_names(params), points, strict=True))
+    named = dict(zip(tree_names(params), points := tree_leaves(params), strict=True))
     plain = Plan(True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     with undone(journal, again=True):
         with torch.enable_grad(), noting_calls() as calls:
@@ -80,7 +79,7 @@ def check_learning(
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         cast("Any", plan.losses).gathers(starting=True).announce(without, mesh.device_type)
     own, first = {_place(found[key]) for key in found.keys() - set(map(id, points))} - {None}, dict[Any, Tensor]()
-    for name, x, leaf in zip(tree_names(params), points, tree_leaves(plan.args[0]), strict=True):
+    for (name, x), leaf in zip(named.items(), tree_leaves(plan.args[0]), strict=True):
         if (place := _place(x)) is not None and first.setdefault(place, leaf) is not leaf:  # but one may start two
             raise ValueError(f"{here()}: params must hold tied weights once, found {name!r} again. Pass one, or clone.")
         if id(x) in found and place in own:

@@ -46,9 +46,6 @@ def geometric():
     return fj.scalarized(lambda v: v.log().mean().exp())
 
 
-# The numbers
-
-
 @given(rows_of(6), st.lists(numbers, min_size=5, max_size=5), st.sampled_from([torch.float32, torch.float64]))
 def test_combine_adds_up_the_rows_as_plain_numbers_do(rows, weights, dtype):
     weights = weights[: len(rows)]

@@ -1,9 +1,8 @@
 """The optimizers: what torch.optim and TorchOpt compute, step by step, but pure and under every transform."""
 
 import math
-from collections import Counter
+from collections import Counter, namedtuple
 from functools import partial
-from typing import NamedTuple
 
 import numpy
 import pytest
@@ -49,9 +48,7 @@ def described(state):
     return structure, [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
 
-class Momentum(NamedTuple):
-    init: object
-    update: object
+Momentum = namedtuple("Momentum", "init update")
 
 
 def optax_momentum(lr):
@@ -119,9 +116,6 @@ def test_a_schedule_returns_one_rate(build, bad):
     words = r"^\w+: lr\(steps\) must be .*, found .* A schedule returns one rate"
     with pytest.raises((TypeError, ValueError), match=words):
         optimizer.update(p, optimizer.init(p), p)
-
-
-# --- What torch computes
 
 
 @given(
@@ -253,9 +247,6 @@ def test_params_and_state_keep_their_structure_and_dtypes_when_the_direction_has
     found, state = run(optimizer, params, directions)
     assert described(state) == described(optimizer.init(params))
     assert {leaf.dtype for leaf in tree_leaves(found)} == {dtype}
-
-
-# --- Under transforms
 
 
 @every_composing
@@ -614,9 +605,6 @@ def test_from_transformation_needs_a_pair_and_leaves_params_without_update():
     with pytest.raises(TypeError, match="from_transformation: transformation must be an object with functions"):
         from_transformation(torch.optim.Adam)
     assert_close(moved, {"a": torch.ones(2), "b": torch.zeros(2)})
-
-
-# --- Errors
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,6 @@ def test_a_callback_that_cannot_be_called_ends_with_the_error_of_python():
         torch.testing.assert_close(failed.value.state, fit(STEP, start(), batches(2)[:1]), rtol=0, atol=0)
 
 
-# --- Nothing is lost
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, StopIteration])
 @pytest.mark.parametrize("where", ["on_step", "batches", "step"])
 def test_an_exception_carries_the_state_after_the_last_step(error, where):
@@ -140,9 +137,6 @@ def test_the_variable_of_the_loop_holds_the_last_state_and_nothing_is_computed_a
     torch.testing.assert_close(last, [fit(STEP, start(), batches(2))], rtol=0, atol=0)
     steps(STEP, start(), (drawn.append(x) for x in batches(4)))
     assert len(drawn) == 2 + early
-
-
-# --- Skipped steps in a row
 
 
 def corrupt(n):

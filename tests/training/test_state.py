@@ -1,8 +1,8 @@
 """What is no state, or the state of another method, is refused with what to do."""
 
 import re
+from collections import namedtuple
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -61,9 +61,7 @@ def test_what_is_no_state_scale_flag_or_function_is_refused():
     refused(r"^step: expected one weight per row, \[2\], found \[3\]", lambda: take(aggregator=uneven))
 
 
-class Values(NamedTuple):
-    fit: torch.Tensor
-    size: float
+Values = namedtuple("Values", "fit size")
 
 
 ENGINES = ["auto", "jacobian", "gramian", fj.engines.jacobian_engine("loop"), fj.engines.gramian_engine()]
