@@ -52,9 +52,9 @@ def check_learning(
     journal: StateJournal | None = None,
     training: bool = True,
 ) -> list[tuple[int, ...]]:
-    """Evaluate the losses, or those of some examples, by plain autograd, and raise and warn as `train_state` does. Their
-    changes are put back; a `journal` keeps them. Without `training`, losses without a gradient warn. Returns, for each
-    leaf of the rows, the losses that reach it; nothing for examples and shards, and under transforms.
+    """Evaluate the losses, or those of some examples, by plain autograd; raise and warn as `train_state` does. Changes
+    are put back; a `journal` keeps them. Without `training`, losses without a gradient warn. Returns, for each leaf of
+    the rows, the losses that reach it; nothing for examples and shards, and under transforms.
     """
     if under_transform():
         return []
