@@ -114,9 +114,9 @@ def check_type(name: str, value: Any, kind: type, cure: str) -> None:
 
 
 def check_mapping(name: str, value: Any, cure: str) -> None:
-    """Refuse all but a dict by names."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
-        refuse(name, "a dict by names", value, cure)
+    """Refuse all but a dict by names, and show the first key that is none."""
+    for found in [x for x in value if not isinstance(x, str)] if isinstance(value, Mapping) else [value]:
+        refuse(name, "a dict by names", found, cure)
 
 
 def check_option(name: str, value: Any, options: tuple[str, ...], cure: str) -> None:

@@ -81,7 +81,7 @@ REFUSED = {
     "vector": (lambda: check_scalar("x", torch.ones(2), "Pass 1."), ValueError, "found torch.float32 [2]. Pass 1."),
     "function": (lambda: check_function("x", 1, "Pass len."), TypeError, "a function, found int. Pass len."),
     "record": (lambda: check_type("x", "1", int, "Pass 1."), TypeError, "a int, found '1'. Pass 1."),
-    "keys": (lambda: check_mapping("x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found dict. Pass {}."),
+    "keys": (lambda: check_mapping("x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found 1. Pass {}."),
     "option": (lambda: check_option("x", 1, ("a", "b"), "Pass a."), ValueError, "one of a, b, found 1. Pass a."),
 }
 
