@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.core.arguments import at_least, check_function, check_mapping, check_number
 from functional_jd.core.rows import as_matrix, per_row
-from functional_jd.core.tree import tree_map
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses
 from functional_jd.testing.measures import TOLERANCE, Case, check_case, flat, reach_of, variants
 
@@ -95,7 +95,7 @@ def differentiable(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
             ],
         )
 
-    for name, slope in _slopes(0.0, along(0.0)):
+    for name, slope in _slopes(0.0, along(0.0), tree_leaves(jacobian)[0].device):
         assert slope.isfinite().all(), f"J: {name} is not finite"
     known = {t: along(1 / 8)(t) for t in (-_STEP / 8, 0.0, _STEP / 8)}
     (first, _), _, (last, _) = known.values()
@@ -140,14 +140,13 @@ def _check_slopes(
     expected = (left if number == values[0] else right) if at_end else (left + right) / 2
     error = (right - left).abs() + third_order  # the first is of the second order
     allowed = (error / scale).amax(1, keepdim=True)
-    for name, slope in _slopes(number, directions):
+    for name, slope in _slopes(number, directions, reach.device):
         assert slope.isfinite().all(), f"{at}: {name} is not finite"
         close(step * slope, expected, f"{name} differs from differences", allowed)
 
 
-def _slopes(number: float, directions: _Directions) -> Iterator[tuple[str, Tensor]]:
+def _slopes(number: float, directions: _Directions, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The forward and the reverse derivative of the directions `[3, n]`, with their names."""
-    device = directions(number)[0].device
     for transform in (torch.func.jacfwd, torch.func.jacrev):
         x = torch.tensor(number, dtype=torch.float64, device=device)
         yield transform.__name__, transform(lambda value: directions(value)[0])(x)
