@@ -22,7 +22,7 @@ from functional_jd.core.rows import (
     row_count,
 )
 from functional_jd.core.safe import sqrt_or_zero
-from functional_jd.core.sharding import shard_of, sum_over_shards
+from functional_jd.core.sharding import shard_of, sharded_as, sum_over_shards
 from functional_jd.core.tree import any_sharded, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
@@ -133,7 +133,7 @@ def narrowed(seen: Observation, need: Need) -> Observation:
 def divided(seen: Observation, sizes: Tensor) -> Observation:
     """The observation of rows that are divided by sizes `[m]`; losses and the pullback stay."""
     own = lambda leaf: per_row(sizes.to(leaf.device, at_least_float32(leaf).dtype), leaf)
-    rows = lambda jacobian: tree_map(lambda leaf: leaf / own(leaf), jacobian)
+    rows = lambda jacobian: tree_map(lambda leaf: sharded_as(shard_of(leaf) / own(leaf), leaf), jacobian)
     known, others = seen.rows is not None, tuple(rows(rows_of(x)) for x in seen.others)
     squares = sizes.square() if isinstance(seen.products, Tensor) and seen.products.ndim == 1 else sizes.outer(sizes)
     products = None if seen.products is None else seen.products / squares

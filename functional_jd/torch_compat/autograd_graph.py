@@ -104,9 +104,8 @@ def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 class OwnParameters(TorchFunctionMode):
-    """Raises if a backward pass runs something with a parameter that the forward pass did not use.
-    `torch.func.functional_call` puts a module's own parameters back when it returns. A checkpoint inside the module, or
-    a custom function that calls it, then differentiates at those.
+    """Raises if a backward pass uses a parameter that the forward pass did not use: a module's own, which
+    `torch.func.functional_call` puts back when it returns, in a checkpoint or a custom function.
     """
 
     def __init__(self, outputs: list[Any]):

@@ -19,9 +19,7 @@ _WRITES = ("index_add.", "index_copy.", "index_fill.", "index_put.", "scatter.",
 
 
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The operators that a function calls, as a graph: called once, with tensors that have shapes and no values.
-    RuntimeError if it needs values.
-    """
+    """The operators that a function calls, as a graph, by tensors without values; RuntimeError if it needs values."""
     from torch.fx.experimental.proxy_tensor import make_fx  # loads much: only when it is called for
 
     try:
@@ -120,9 +118,7 @@ def _is_view(target: Any) -> bool:
 
 
 def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
-    """Let a graph take the tensors of closures as further inputs, and return them: a compiler would keep their values.
-    Tensors that the function made of numbers stay.
-    """
+    """Let a graph take the tensors of closures, not those made of numbers, as further inputs, and return them."""
     nodes = list(graph.graph.nodes)
     own = [x for x in nodes if x.op == "get_attr" and _outside(x) and isinstance(getattr(graph, x.target, 0), Tensor)]
     after = next((node for node in nodes if node.op != "placeholder" and node not in own), None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from threading import Lock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
 from threading import enumerate as enumerate_threads
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,7 @@ _engine: Any = private("autograd.Variable._execution_engine", "backward passes o
 
 
 class Holder:
-    """The shared part of all functions of one module: a lock that its thread may take again. Threads of autograd take
-    it for the thread that waits for them.
-    """
+    """The shared part of functions of a module: a lock, which autograd's threads take for the thread that waits."""
 
     def __init__(self) -> None:
         self.lock, self.owner, self.depth = Lock(), 0, 0
@@ -55,9 +53,7 @@ def nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
 
 @dataclass(eq=False)
 class Held:
-    """The tensors of one call of a module. From its nodes of autograd to the end of the backward pass, the module holds
-    them again, so that what runs again finds them: checkpoints, and custom functions such as adjoints.
-    """
+    """The tensors of a call of a module, which holds them again while a backward pass may run parts of it again."""
 
     holder: Holder
     places: list[Place]  # where they stand
@@ -73,8 +69,9 @@ class Held:
         for node in new:
             if node.metadata.setdefault(self.holder, self) is self:  # nodes of earlier calls keep their own
                 node.register_prehook(lambda _: self._hold(gradients=False))
+        end = WeakMethod(self._end)  # these nodes may be those of the inputs, which are held here
         for node in known:
-            node.register_prehook(self._end)
+            node.register_prehook(lambda gradients: (own := end()) and own(gradients))
 
     def _hold(self, *, gradients: bool) -> None:
         """Let the module hold the tensors until the backward pass ends; `gradients`: it is one through gradients."""
@@ -119,10 +116,13 @@ class Held:
                 handles += [x.register_hook(self._watch_gradient) for x in leaves]
             yield
         finally:
-            before.put_back()
-            for handle in handles:
-                handle.remove()
-            self.holder.give()
+            try:
+                self._last()  # Ctrl-C during the pass arrives with the first call of Python
+            finally:
+                before.put_back()
+                for handle in handles:
+                    handle.remove()
+                self.holder.give()
 
     def _watch_gradient(self, gradient: Tensor) -> None:
         if gradient.grad_fn is not None:

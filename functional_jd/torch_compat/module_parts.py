@@ -56,9 +56,7 @@ class ModuleParts:
         self.are_torchs = whole and all(name.startswith("torch.") for name in functions)
 
     def check(self) -> None:
-        """Raise if a part has other parameters or children than when it was read, or a new buffer that it saves. Other
-        new buffers go: they are computed again in each call.
-        """
+        """Raise if a part has other parameters or children than when it was read, or saves a new buffer; others go."""
         for part, contents in self.contents:
             if _contents(part) != contents:
                 raise ValueError(

@@ -1,8 +1,9 @@
 """Which of its own parameters a module computes with, in addition to those that it is given."""
 
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -40,9 +41,23 @@ class UsedParameters(TorchFunctionMode):
         return self.used + [self.names[x] for x in leaves if x in self.names]
 
 
-def eagerly() -> AbstractContextManager[Any]:
-    """A context without compiled code, in which a mode sees nothing; empty before the slow import of the compiler."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+@contextmanager
+def eagerly() -> Generator[None]:
+    """A time without compiled code, in which a mode sees nothing. Torch has one stance for all threads: the first to
+    enter sets it, and the last to leave puts it back. Before the slow import of the compiler there is none.
+    """
+    with _LOCK:
+        needed = "torch._dynamo" in sys.modules and not any(_STANCES)
+        _STANCES.append(torch.compiler.set_stance("force_eager") if needed else None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if (stance := _STANCES.pop()) is not None:
+                stance.__exit__(None, None, None)
+
+
+_LOCK, _STANCES = Lock(), list[Any]()
 
 
 class UnchangedParameters(TorchFunctionMode):

@@ -17,9 +17,8 @@ _REENTRANT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
 
 
 class RecomputedMode(TorchFunctionMode):
-    """A mode whose ops `torch.utils.checkpoint(..., use_reentrant=False)` runs again under the same mode.
-    The handler of a subclass calls `note_checkpoints` first. torch.compile, which traces checkpoints with the modes
-    around them, needs none of this.
+    """A mode that `torch.utils.checkpoint(..., use_reentrant=False)` enters again where it runs ops again. torch.compile
+    does so by itself. The handler of a subclass calls `note_checkpoints` first.
     """
 
     def __init__(self) -> None:

@@ -16,9 +16,7 @@ _FEW_POINTS = 25
 
 
 def refuse_batched_distances(outputs: list[Tensor]) -> None:
-    """Raise RuntimeError if plain `torch.cdist` made some of these outputs. Torch's batching rule of its
-    derivative goes by the points, and gives wrong numbers where only the gradients are batched.
-    """
+    """Raise RuntimeError if plain `torch.cdist` made some of these outputs: vmap of its derivative is wrong."""
     if not under_transform() and any(node.name() == "CdistBackward0" for node in graph_nodes(outputs)):
         raise RuntimeError(
             "the derivative of torch.cdist is wrong under torch.vmap. Take (x[:, None] - y).norm(dim=-1)."
@@ -93,9 +91,7 @@ BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_n
 
 
 def refuse_statistics_of_one(args: Any, kwargs: Any) -> None:
-    """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one. With momentum 0 and
-    without averages it is not a layer: convolutions standardize their weights so.
-    """
+    """Raise ValueError for the statistics of a batch of one, but not where convolutions standardize their weights."""
     given = dict(zip(_BATCH_NORM.split(), args, strict=False)) | kwargs
     standardizes = given.get("momentum") == 0 and given.get("running_mean") is None
     x = given.get("input")

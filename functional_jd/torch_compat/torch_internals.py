@@ -32,9 +32,7 @@ class Missing:
 
 
 def private(name: str, feature: str, otherwise: Any = None) -> Any:
-    """An object of torch by its dotted name, itself: bound once, it costs no call more. `feature` needs it. If torch
-    has no such name: `otherwise`, or a `Missing`.
-    """
+    """An object of torch by its dotted name, bound once; where torch has none, `otherwise`, or a `Missing`."""
     try:
         return resolve_name(f"torch.{name}")
     except (AttributeError, ImportError):
@@ -149,9 +147,7 @@ def examples_first(x: Tensor, level: int) -> Tensor:
 
 
 def graph_attribute(func: Any, x: Tensor) -> Any:
-    """The result of a getter of `GRAPH_ATTRIBUTES` below the innermost `torch.vmap`, which says that nothing requires
-    grad. An error where no answer serves all elements.
-    """
+    """A getter of `GRAPH_ATTRIBUTES` below the innermost `torch.vmap`; raises where no answer serves all elements."""
     inner, dim = _unwrap_batched(x, functorch_depth()) if under_functorch() else (x, None)
     value = func(inner)
     if value is not None and dim is not None and func == GRAD_FN:

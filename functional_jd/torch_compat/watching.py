@@ -61,9 +61,7 @@ _IN_PLACE = {
 
 @dataclass(eq=False)
 class StateJournal:
-    """Keeps what losses change in place, so that an evaluation can be undone. `Watch(journal)` hands ops to `note`.
-    `averages` are the statistics that normalization moves.
-    """
+    """Keeps what losses change in place, to undo it. `averages` are the statistics that normalization moves."""
 
     # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
     before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = field(default_factory=dict)

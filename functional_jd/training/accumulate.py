@@ -24,7 +24,7 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_buffers, check_learning, detach_parameters, undone
+from functional_jd.training.checks import check_buffers, check_learning, check_ranks, detach_parameters, keys_of, undone
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
 from functional_jd.training.weights import memory_after
 
@@ -83,15 +83,14 @@ def accumulate(
 
     Raises:
         TypeError: no parts; a part that is not a tuple or a list.
-        ValueError: without a state, losses that do not depend on the parameters; parts or ranks with different losses;
-            a scale `[m]`, losses by name, `skip="part"` or a group under `per_example`; a frozen `nn.Parameter`;
-            several ranks and no group.
+        ValueError: without a state, losses that do not depend on the parameters, and ranks that differ; parts or ranks
+            with different losses; a scale `[m]`, losses by name, `skip="part"` or a group under `per_example`; a frozen
+            `nn.Parameter`; several ranks and no group.
 
     Guarantees:
-        Equal to rounding to the whole batch, without buffers.
-        A rule that needs no gradients costs a backward pass for each part, and memory for one direction. If it looks at
-        losses, or at those of examples, they are evaluated twice. Other rules keep all rows, and those of a part. Calls
-        without a state evaluate the first part once more. Pure; composes with vmap, grad and compile.
+        Equal to rounding to the whole batch, without buffers. A rule that needs no gradients costs a backward pass for
+        each part, and memory for one direction. If it looks at losses, they are evaluated twice. Others keep all rows,
+        and a part's. Without a state, the first part is evaluated once more. Pure; composes with vmap, grad, compile.
     """
     check_losses(losses, 0, False)
     check_rule(aggregator)
@@ -100,17 +99,17 @@ def accumulate(
     parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple | list) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
-    parts = list(map(tuple, parts))  # loaders return lists
-    plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, scale=scale, buffers=buffers)[0]
-    plan = plan_of(parts[0], buffers)
-    check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     group = replicas.group_of_ranks(group, losses, own)
+    how: Any = {"scale": scale, "engine": "auto" if group is None else replicas.replicated(group=group)}
+    plan_of = lambda part, buffers: prepare(losses, own, part, aggregator, buffers=buffers, **how)[0]
+    plan = plan_of(tuple(parts[0]), buffers)
     _check_examples(plan, skip, group)
     if state is None:
         check_learning(plan, buffers, training=False)
+        check_ranks(losses, own, {"parameters": own, "scale": plan.scale_state}, {"rule": aggregator})
         if group is not None:
             replicas.check_alike(own, group, "parameters", {"rule": aggregator})
-    run = _Run(parts, plan_of, buffers, skip == "part", group)
+    run = _Run(list(map(tuple, parts)), plan_of, buffers, skip == "part", group)
     if plan.view.products == "none":
         seen, memory, found, left, next_buffers = _by_weights(run, plan, state)
     else:
@@ -132,6 +131,7 @@ def accumulate(
 
 
 def _check_examples(plan: Plan, skip: str, group: Any) -> None:
+    check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
     wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
     if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
@@ -144,6 +144,8 @@ def _check_examples(plan: Plan, skip: str, group: Any) -> None:
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:
     """The memory of the rule, and its answer."""
     memory = remembered(plan, seen, state, group and partial(replicas.replicate, group=group))
+    if state is None:
+        check_ranks(plan.losses, plan.args[0], {"keys": keys_of(memory)})
     return memory, weighed(plan, seen, memory)
 
 

@@ -7,7 +7,7 @@ from contextvars import ContextVar, copy_context
 from enum import Enum
 from functools import update_wrapper
 from operator import is_
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +125,7 @@ class Compiled:
 
     def _written(self, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         _INSIDE.set(True)
-        found, called = list[Any](), dict[int, nn.Module]()
+        found, called, thread = list[Any](), dict[int, nn.Module](), get_ident()
 
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
@@ -141,7 +141,7 @@ class Compiled:
             return [x for x in leaves if isinstance(x, Tensor)]
 
         def note(module: nn.Module, _: Any) -> None:
-            if not torch.compiler.is_compiling():  # no compiled body of torch's control flow
+            if get_ident() == thread and not torch.compiler.is_compiling():  # no compiled body of torch's control flow
                 called[id(module)] = module
 
         with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]), ExitStack() as after:

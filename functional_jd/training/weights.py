@@ -94,7 +94,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         how: Any = {"engine": "auto" if ranks is None else replicated(group=ranks), "starting": state is None}
         plan, engine, _ = prepare(losses, params, batch, aggregator, scale=scale, guarded=False, **how)
         if state is None:
-            check_ranks(losses, params, {"parameters": params}, {"rule": aggregator})
+            check_ranks(losses, params, {"parameters": params, "scale": plan.scale_state}, {"rule": aggregator})
             check_learning(plan, training=False)
         seen = observe(plan, engine)
         weights, memory = weights_and_memory(plan, seen, state, engine.replicate)

@@ -84,9 +84,6 @@ def test_derivatives_are_those_of_finite_differences(how):
     assert torch.autograd.gradgradcheck(partial(direction, **how), given)
 
 
-# Rank and momentum
-
-
 @pytest.mark.parametrize("damping", [0, 1e-6, 1.0])
 @pytest.mark.parametrize("rank", [1, 2, 4, 9])
 def test_with_a_rank_the_other_singular_values_count_as_zero(rank, damping):

@@ -139,9 +139,6 @@ def factors_of(scale):
     return None if scale is None else getattr(scale, "scale", scale)
 
 
-# One function for each engine: it differentiates the case at one scale and checks all that comes back
-
-
 def check_rows(expected, mode, scale):
     case = expected.case
     jacobian, values, *finite = at(jacobian_fn(case.losses, mode=mode, scale=scale), case)
@@ -210,9 +207,6 @@ def test_every_engine_equals_a_loop_of_plain_autograd(name, kind, monkeypatch):
     for mode in (mode for mode in MODES if name in MODELS and not possible(MODELS[name](), kind, mode)):
         with pytest.raises((RuntimeError, NotImplementedError)):
             at(jacobian_fn(expected.case.losses, mode=mode), expected.case)
-
-
-# The steps of rules, one for each need
 
 
 RULES = {

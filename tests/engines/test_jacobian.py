@@ -27,9 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-# The expectation: plain autograd, one row after the other, and a flattening of our own
-
-
 def jacobian_of(losses, params, *args):
     """What `jacobian_fn` should return, leaf by leaf: the heads' rows as a plain sum."""
     rows = rows_of(losses, params, *args)
@@ -172,9 +169,6 @@ def test_no_derivative_is_taken_in_inference_mode(f, make):
         f(case.losses, *[jd.mean()] * (f is jd.weights_fn))(case.params, *case.args)
 
 
-# Mixed precision
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of the process from Linux")
 def test_no_memory_grows_under_autocast():
     params, x = torch.ones(512, 512), torch.ones(2, 512)
@@ -223,9 +217,6 @@ def test_autocast_around_the_engine_reaches_the_losses_only(kind, mode, dtype):
     with torch.autocast("cpu", torch.bfloat16):
         found = f(params, *args)
     assert all(torch.equal(x, y) for x, y in zip(leaves(found), leaves(expected), strict=True))
-
-
-# Derivatives of derivatives, and other transforms
 
 
 def reading(f, params, *args):
@@ -380,9 +371,6 @@ def test_mistakes_are_named_with_their_cure(mistake, scaled):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message), torch.autocast("cpu", torch.bfloat16, enabled=scaled):
         make()
-
-
-# How "auto" goes about it: the numbers are those of the loop, whichever way it takes
 
 
 @given(st.data())

@@ -1,10 +1,14 @@
 """However a module reaches its layers, `functional` computes with the tensors that it is given, or it refuses."""
 
+import contextlib
 import gc
+import signal
+import time
 import weakref
 
 import pytest
 import torch
+import torch._dynamo.testing
 from bounds import check_within, eps
 from small_modules import MODULES, X, made
 from torch import nn
@@ -12,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
+from functional_jd.torch_compat.own_parameters import eagerly
 
 
 class Base(nn.Module):
@@ -243,15 +248,54 @@ def test_what_runs_again_does_not_keep_the_graph_alive(how):
 
     def run():
         points = {key: p.detach().requires_grad_() for key, p in module.named_parameters()}
-        torch.autograd.grad(loss(fj.functional(module)(points, {}, X)[0]), list(points.values()))
-        return weakref.ref(points["first.weight"])
+        given = torch.ones(()).requires_grad_() * X  # with a graph of its own
+        torch.autograd.grad(loss(fj.functional(module)(points, {}, given)[0]), list(points.values()))
+        return weakref.ref(points["first.weight"]), weakref.ref(given)
 
     gc.collect()
     gc.disable()
     try:
-        assert run()() is None
+        assert [x() for x in run()] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_backward_pass_that_is_interrupted_leaves_the_module_its_parameters():
+    module, x = made(Base), X.repeat(20_000, 1)
+    own, params = dict(module.named_parameters()), {key: p.detach() for key, p in module.named_parameters()}
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def run(after=0.0):
+        y = loss(fj.functional(module)({key: p.requires_grad_() for key, p in params.items()}, {}, x)[0])
+        began = time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, after)
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                torch.autograd.grad(y, list(params.values()))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        return time.perf_counter() - began
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        took = min(run() for _ in range(3))
+        for k in range(1, 21):
+            run(took * k / 20)
+            assert all(module.get_parameter(name) is p for name, p in own.items())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_two_threads_that_look_at_one_time_leave_the_compiler_as_it_was():
+    one, two = eagerly(), eagerly()
+    for act in (one.__enter__, two.__enter__, lambda: one.__exit__(None, None, None)):
+        act()
+    two.__exit__(None, None, None)
+    counter = torch._dynamo.testing.CompileCounter()
+    torch.compile(torch.sin, backend=counter)(X)
+    assert counter.frame_count == 1
 
 
 class Failing(Base):

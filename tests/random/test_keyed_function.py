@@ -86,9 +86,6 @@ def compiled(f):
     return torch.compile(f, fullgraph=True, backend="aot_eager")
 
 
-# The bits
-
-
 @every_draw
 def test_the_same_key_gives_the_same_bits_and_leaves_the_generator_alone(draw):
     state = torch.get_rng_state()
@@ -277,9 +274,6 @@ def test_choices_have_their_probabilities(draw, law):
     assert stats.chisquare(counts[law > 0].numpy(), (law[law > 0] * len(found)).numpy()).pvalue > 1e-3
 
 
-# Transforms
-
-
 # For some functions torch loops over the elements, and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_draw
@@ -335,9 +329,6 @@ def test_a_gradient_inside_sees_the_same_draw():
     assert torch.equal(compiled(keyed(inside))(KEY, w), mask)
 
 
-# Checkpoints
-
-
 def block(w):
     return nn.functional.dropout(w.sin(), 0.5).cos() * torch.rand(8)
 
@@ -383,9 +374,6 @@ def test_reentrant_checkpoints_are_refused():
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         keyed(lambda w: checkpoint(block, w, use_reentrant=True))(KEY, w)
     assert keyed(lambda w: checkpoint(torch.sin, w, use_reentrant=True))(KEY, w).shape == (8,)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -448,9 +436,6 @@ def test_nothing_is_left_to_the_collector():
     for _ in range(3):
         f(KEY)
     assert gc.collect() == 0
-
-
-# The engines
 
 
 def regression(params, key, batch):

@@ -71,9 +71,6 @@ def same_bits(left, right):
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
 
 
-# The bits
-
-
 def test_key_is_the_published_splitmix64_sequence_mixed_once_more():
     published = np.array([6457827717110365317, 3203168211198807973], dtype=np.uint64)  # of the number 1234567
     pi = np.uint64(0x243F6A8885A308D3)
@@ -154,9 +151,6 @@ def test_normal_is_finite_and_reaches_far_at_the_extreme_words():
     assert 8.5 < drawn.abs().max() < 8.6
 
 
-# Laws
-
-
 @given(seeds, seeds)
 def test_different_integers_give_different_keys(one, other):
     assert torch.equal(random.key(one), random.key(other)) == ((one - other) % 2**64 == 0)
@@ -192,9 +186,6 @@ def test_draws_have_the_same_bits_in_every_context(draw):
     assert same_bits(draw(noncontiguous), expected)
     drawn = draw(random.key(0, device="meta"))
     assert (drawn.device.type, drawn.shape, drawn.dtype) == ("meta", expected.shape, expected.dtype)
-
-
-# Independence
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -275,9 +266,6 @@ def test_streams_of_different_keys_are_uncorrelated(keys):
     assert np.isin(all_words, first).sum() == 64
 
 
-# Distributions
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_follow_scipys_distribution(seed, dtype):
@@ -288,9 +276,6 @@ def test_numbers_follow_scipys_distribution(seed, dtype):
     assert stats.chisquare(np.histogram(u, bins=1000, range=(0, 1))[0]).pvalue > 1e-3
     assert stats.kstest(z, "norm").pvalue > 1e-3
     assert stats.kstest((z[0::2] ** 2 + z[1::2] ** 2) / 2, "expon").pvalue > 1e-3  # both of a pair, independent
-
-
-# Transforms
 
 
 @pytest.fixture
@@ -387,9 +372,6 @@ def test_functions_that_draw_can_be_differentiated(compiler, draw):
     batched = torch.vmap(grad(f), in_dims=(None, 0))(x, keys)
     assert torch.equal(batched, 2 * x * torch.stack([draw(key, (4,)) for key in keys]))
     assert torch.equal(compiler(grad(f), fullgraph=True, backend="aot_eager")(x, key), 2 * x * drawn)
-
-
-# Errors
 
 
 def test_several_keys_and_too_large_integers_are_refused():

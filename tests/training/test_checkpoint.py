@@ -258,9 +258,6 @@ def test_what_does_not_fit_is_refused_by_name():
         fj.from_checkpoint(fj.to_checkpoint({"optimizer": one}), like={"optimizer": two})
 
 
-# Damage, and other methods
-
-
 def flipped(x, bit):
     """A copy of a tensor in which one bit differs."""
     raw = x.clone().contiguous().reshape(-1).view(torch.uint8)

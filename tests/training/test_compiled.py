@@ -99,6 +99,25 @@ def test_the_method_may_be_given_in_each_call_and_fit_takes_what_is_compiled():
         assert len(take.graphs) == graphs
 
 
+def test_modules_that_another_thread_calls_meanwhile_are_its_own():
+    class Counter(torch.nn.Module):
+        seen = torch.zeros(())
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return x
+
+    module = Counter()
+
+    def f(x):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(module, torch.ones(1)).result()
+        return 2 * x
+
+    assert jd.compiled(f, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+    assert module.seen == 2  # `f` is called twice
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_every_bit_of_every_rule(name):
     f, args = two_calls(name)
