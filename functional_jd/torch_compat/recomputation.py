@@ -17,8 +17,8 @@ _REENTRANT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
 
 
 class RecomputedMode(TorchFunctionMode):
-    """A mode that `torch.utils.checkpoint(..., use_reentrant=False)` enters again where it runs ops again. torch.compile
-    does so by itself. The handler of a subclass calls `note_checkpoints` first.
+    """A mode that `torch.utils.checkpoint(..., use_reentrant=False)` enters again where it runs ops again, as
+    torch.compile does by itself. The handler of a subclass calls `note_checkpoints` first.
     """
 
     def __init__(self) -> None:

@@ -75,6 +75,16 @@ def check_parts_on_all_ranks_give_the_direction_of_the_whole_batch():
     found = call(group=dist.group.WORLD, skip="part")
     assert all_same(found)
     assert found.moved
+    masks = []
+
+    def drawing(p, buffers, *batch):
+        now, following = fj.random.split(buffers["key"])
+        masks.append(fj.random.uniform(now, (4,)))
+        return plain(p, *batch), {"key": following}
+
+    how = {"params": params, "aggregator": fj.upgrad(), "buffers": {"key": fj.random.key(3)}}
+    fj.accumulate(drawing, [mine(batch)], group=dist.group.WORLD, **how)
+    assert all_same(masks[-1]) == (replicas() == 1), "each rank draws its own"
     with pytest.raises(ValueError, match="accumulate: group must be a ProcessGroup"):
         call()
     with pytest.raises(ValueError, match="per_example losses in parts must have no group"):

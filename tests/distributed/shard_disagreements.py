@@ -175,6 +175,12 @@ def check_weights_of_other_rules_and_keys_are_refused_on_all_ranks():
     rule = mean._replace(init=lambda seen: {"key": key}, update=lambda seen, state: (mean.update(seen, ())[0], state))
     with pytest.raises(ValueError, match=f"^weights_fn: {refused.format('keys')}"):
         fj.weights_fn(losses, rule)(own, *mine(batch))
+    scale, how = fj.scale_state(2.0 ** int(last)), {"params": own, "aggregator": fj.upgrad()}
+    for more, what in (({"scale": scale}, "scale"), ({"aggregator": rule}, "keys"), ({"params": plain}, "parameters")):
+        with pytest.raises(ValueError, match=f"^accumulate: {refused.format(what)}"):
+            fj.accumulate(losses, [mine(batch)], **how | more)
+    with pytest.raises(ValueError, match=f"^weights_fn: {refused.format('scale')}"):
+        fj.weights_fn(losses, fj.upgrad())(own, *mine(batch), scale=scale)
     with pytest.raises(ValueError, match=f"^train_state: {refused.format('keys')}"):
         fj.train_state(own, *mine(batch), losses=losses, aggregator=rule, optimizer=fj.sgd(0.1))
 

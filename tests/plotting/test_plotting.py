@@ -131,9 +131,6 @@ def test_every_colour_stands_out_on_white_and_on_black():
     assert len({look(index)["marker"] for index in range(7)}) == 7
 
 
-# The cone
-
-
 def _projection(rows, row):
     """The nearest point of the dual cone, by its multipliers: `row + rows' v` with `v >= 0`."""
     return row + rows.T @ nnls(rows.T, -row)[0]
@@ -191,9 +188,6 @@ def test_the_faces_in_space_are_bounded_by_the_rays_of_the_dual_cone():
             assert np.linalg.norm(face - length * ray, axis=1).min() < 1e-2 * length
 
 
-# The history
-
-
 def test_a_training_shows_its_losses_and_where_it_was_skipped():
     def fit(params, target):
         return {"near": (params - target).square().mean(), "far": (params + target).square().mean()}
@@ -249,9 +243,6 @@ def test_the_history_of_residuals_searches_nothing(monkeypatch):
     np.testing.assert_allclose(conflicts.get_lines()[0].get_ydata(), [100 * negative] * 3)
 
 
-# Problems and trajectories
-
-
 def _bowls(x, y):
     return 0.5 * ((x + 1) ** 2 + 10 * (y + 0.6) ** 2), 0.5 * (10 * (x - 1) ** 2 + (y - 0.6) ** 2)
 
@@ -304,9 +295,6 @@ def test_no_start_knows_of_the_others_and_every_kind_of_rule_runs():
         alone = plotting.descend(problem, rule, steps=3, starts=problem.starts[2:3])
         torch.testing.assert_close(together.points[:, 2:3], alone.points)
         torch.testing.assert_close(together.losses, torch.vmap(torch.vmap(problem.losses))(together.points))
-
-
-# The front
 
 
 def test_the_area_up_to_the_reference_is_the_hypervolume():

@@ -61,9 +61,6 @@ def rows_strategy(m: int = 3, magnitude: int = 8) -> st.SearchStrategy[Tensor]:
     return st.lists(row, min_size=m, max_size=m).map(torch.tensor)
 
 
-# update_scale
-
-
 @given(floats32, st.integers(-(2**31), 2**31 - 2), factors, factors, st.integers(-(2**31), 2**31 - 1), st.booleans())
 def test_update_scale_agrees_with_torch_from_any_state(value, tracker, growth, backoff, interval, overflowed):
     state = record(value, tracker, growth, backoff, interval)
@@ -161,9 +158,6 @@ def test_no_scale_never_changes(walk):
     for finite in walk:
         again = update_scale(again, torch.tensor(finite))
     assert again.scale.item() == 1.0
-
-
-# scale and unscale
 
 
 @given(rows_strategy(), st.lists(st.integers(-60, 60), min_size=3, max_size=3), st.sampled_from([16, 32, 64]))
@@ -295,9 +289,6 @@ def test_inputs_are_left_alone():
     assert all(map(same_bits, state, scale_state(shape=2)))
 
 
-# select
-
-
 @given(
     st.lists(st.booleans(), min_size=0, max_size=3),
     st.sampled_from(
@@ -337,9 +328,6 @@ def test_nothing_leaks_from_the_tree_that_was_not_selected(poison):
 def test_select_names_what_differs(new, old, error, words):
     with pytest.raises(error, match=f"select: .*{words}"):
         select(torch.tensor(True), new, old)
-
-
-# states and dicts
 
 
 @pytest.mark.parametrize("shape", [(), 1, 3, (2,)])
@@ -440,9 +428,6 @@ def test_one_scale_of_a_scaler_becomes_one_for_each_loss():
     for wrong, words in (((2,), "that of the lists"), ("many", "one per objective")):
         with pytest.raises(ValueError, match=f"scale_state_from_dict: shape must be .*{words}"):
             scale_state_from_dict(scale_state_to_dict(state), shape=wrong)
-
-
-# transforms
 
 
 def cycle(state: ScaleState, jacobian, params):
