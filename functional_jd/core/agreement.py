@@ -41,7 +41,7 @@ def means_if_alike(
         if other:
             raise ValueError(
                 f"{here()}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
-                f"{'; '.join(_shown(parts[name]) for name in other)}. {cure}"
+                f"{'; '.join(str(parts[name])[:1000] for name in other)}. {cure}"
             )
     means = torch.cat([found[: len(first)], mean(rest)]) if len(rest) else found[: len(first)]
     if not waits:  # the step is skipped
@@ -56,11 +56,6 @@ def _digest(part: Any, device: torch.device) -> Tensor:
     number = int.from_bytes(hashlib.blake2b(repr(part).encode(), digest_size=5).digest(), "big")
     # No tensor of the host is copied to the device: the copy would wait for it.
     return torch.full((), number % int(2.0**-10 / torch.finfo(dtype).eps), dtype=dtype, device=device)
-
-
-def _shown(part: Any) -> str:
-    items: list[Any] = part if isinstance(part, list) else [part]
-    return ", ".join(map(str, items))[:1000]
 
 
 def description(value: Any, keys: bool = True, waiting: bool = True) -> list[Any]:

@@ -159,9 +159,7 @@ def tree_difference(expected: Tree, found: Tree) -> str:
     if type(expected) is not type(found):
         return f"expected {type(expected).__name__}, found {type(found).__name__}"
     (leaves, structure), (others, other_structure) = tree_flatten(expected), tree_flatten(found)
-    if isinstance(structure, Traced):  # two orders of keys are one structure
-        structure, other_structure = named_nodes(structure), named_nodes(other_structure)
-    if structure != other_structure:
+    if not (structure.is_like(other_structure) if isinstance(structure, Traced) else structure == other_structure):
         names = sorted(set(tree_names(expected)) ^ set(tree_names(found)))
         return f"expected another structure, found one that differs in {names[:3]}"
     for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
@@ -205,9 +203,14 @@ class Traced(NamedTuple):
         parts, found = _opened(tree)
         if self.type in _DICTS and type(tree) in _DICTS and {*self.names} == {*tree}:
             parts = [tree[name] for name in self.names]
-        elif self[:3] != found[:3]:
+        elif self.type is not found[0] or self[1:3] != found[1:3]:
             raise ValueError(f"expected {self.type.__name__} of {self.names}, found {described(tree)}.")
         return [leaf for own, part in zip(self.parts, parts, strict=True) for leaf in own.flatten_up_to(part)]
+
+    def is_like(self, other: Any) -> bool:
+        """Whether it is the same structure, in whatever order dicts have their keys."""
+        alike = self.type is other.type and self[1:3] == other[1:3]
+        return alike and all(x.is_like(y) for x, y in zip(self.parts, other.parts, strict=True))
 
     def unflatten(self, leaves: list[Any]) -> Any:
         if not torch.compiler.is_compiling():
@@ -232,9 +235,10 @@ def _traced(tree: Any, leaves: list[Any]) -> Traced:
 def _opened(tree: Any) -> tuple[list[Any], Any]:
     """The parts of one node, and the other fields of its structure."""
     kind = cast(Any, type(tree))
-    if kind is dict:
+    if kind is dict or kind is defaultdict:
         names = total_order_sorted(tree)
-        put = lambda _, parts: dict.fromkeys(tree) | dict(zip(names, parts, strict=True))
+        make = dict if kind is dict else lambda items: defaultdict(tree.default_factory, items)
+        put = lambda _, parts: make(dict.fromkeys(tree) | dict(zip(names, parts, strict=True)))
         return [tree[name] for name in names], (kind, None, tuple(names), put)
     if kind is list or kind is tuple:
         return list(tree), (kind, None, tuple(range(len(tree))), lambda _, parts: kind(parts))
