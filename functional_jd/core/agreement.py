@@ -27,7 +27,6 @@ def means_if_alike(
 ) -> list[Tensor]:
     """The means over the ranks of values, if each named part is the same on all. If not, all ranks raise ValueError; on
     an accelerator, without `waits`, the means are NaN.
-
     Digests of the parts travel with the values. The first message has one size and one dtype, whatever the values are:
     with other numbers of them, ranks could not compare. More than 1000 values take a second message.
     """
@@ -41,7 +40,7 @@ def means_if_alike(
         if other:
             raise ValueError(
                 f"{here()}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
-                f"{'; '.join(str(parts[name])[:1000] for name in other)}. {cure}"
+                f"{'; '.join(_shown(parts[name]) for name in other)}. {cure}"
             )
     means = torch.cat([found[: len(first)], mean(rest)]) if len(rest) else found[: len(first)]
     if not waits:  # the step is skipped
@@ -56,6 +55,11 @@ def _digest(part: Any, device: torch.device) -> Tensor:
     number = int.from_bytes(hashlib.blake2b(repr(part).encode(), digest_size=5).digest(), "big")
     # No tensor of the host is copied to the device: the copy would wait for it.
     return torch.full((), number % int(2.0**-10 / torch.finfo(dtype).eps), dtype=dtype, device=device)
+
+
+def _shown(part: Any) -> str:
+    items: list[Any] = part if isinstance(part, list) else [part]
+    return ", ".join(map(str, items))[:1000]
 
 
 def description(value: Any, keys: bool = True, waiting: bool = True) -> list[Any]:
@@ -132,7 +136,6 @@ _ODD = 0x1E3779B97F4A7C15
 def checksums(leaves: Sequence[Any], mixed: bool = True) -> list[Tensor]:
     """A checksum of each tensor, int64 `[]`: `sum_k fold((2 k + 1) ODD fold(bits_k))` modulo 2^64, with the bits of
     entry k, and with `fold(x) = x ^ (x >> 32)`; without `mixed`, `sum_k (2 k + 1) bits_k`, which version 1 wrote.
-
     Each step is a bijection, so that one changed entry always changes it. That of a `DTensor` is that of the whole
     tensor: the ranks add up their parts, at the same time, one message for all leaves on the same dimensions of a mesh.
     """

@@ -81,7 +81,6 @@ class _Collective(Function):
 
 def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
     """A collective on tensors of one shape and dtype, that all ranks of a group, by its name, pass at the same time.
-
     `"sum"`, `"mean"`, `"least"`, `"most"` and `"first"` keep the shape; `"scatter"` adds up `[R, ...]` and returns this
     rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: the derivatives of `"sum"` and
     `"mean"` are adjoint to the value itself, and to 1/R of it.
@@ -105,7 +104,6 @@ def shard_of(leaf: Any) -> Any:
 
 def sharded_as(shard: Tensor, like: Any, rows: int = 0, *, differentiable: bool = False) -> Any:
     """A shard as a leaf with the layout of another.
-
     `rows` is 1 if the shard has a dimension of rows before those of `like`, -1 if it lacks the first one of `like`;
     `differentiable`: a gradient must go back to the shard.
     """
