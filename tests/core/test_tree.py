@@ -132,7 +132,7 @@ FOR_TRACERS = {
     "numbers as keys": {2: ONE, 10: ONE + 1, 1: {}},
     "ordered": {"o": OrderedDict(b=ONE, a=OrderedDict(d=ONE + 1, c=ONE + 2)), "e": OrderedDict()},
     "sequences": [(ONE, [ONE + 1]), Point([], Point(ONE + 2, ONE + 3)), (), None],
-    "default": defaultdict(list, b=ONE, a=ONE + 1),
+    "default": [defaultdict(list, b=ONE, a=ONE + 1), defaultdict(list)],
     "foreign": [Foreign(ONE, {"z": ONE + 1}), ONE + 2],
     "registered": {"r": Registered(ONE, "leaf?"), "a": None},
     "no tensors": ("text", 3, 2.5, True, ONE),
@@ -202,7 +202,14 @@ def test_the_order_of_keys_is_kept_and_makes_no_other_structure():
         assert list(subtract(torch.sub, one, other).items()) == [("b", 0), ("a", 2)]
     for difference in (trees.tree_difference, torch.compile(trees.tree_difference, fullgraph=True, backend="eager")):
         assert difference([one], [other]) == ""
-        assert "another structure" in difference([one], [OrderedDict(one)])
+        for x, y in (
+            ({"a": ONE}, OrderedDict(a=ONE)),
+            ({1: ONE}, {"1": ONE}),
+            (Registered(ONE, "x"), Registered(ONE, "y")),
+        ):
+            torch._dynamo.reset()
+            assert "another structure" in difference([x], [y])
+            assert difference([x], [x]) == ""
 
 
 def test_what_is_no_container_is_a_leaf():

@@ -99,7 +99,7 @@ def gramian_of_uses(
 
 
 def like_direction(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
-    """Tensors in the shapes and dtypes of the direction: at least float32, as a sum of many rows needs it."""
+    """Tensors in the shapes and dtypes of the sum of the rows, which is at least float32."""
     if plan.scale is None and all(x.dtype.itemsize >= 4 for x in leaves):
         return leaves
     return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
