@@ -119,9 +119,6 @@ def test_typical_training(name, half, engine):
     assert scales == [256.0, 512.0, 256.0, 512.0]  # 128 grown three times, backed off once
 
 
-# Clipping
-
-
 @pytest.mark.parametrize("how", ["norm", "largest", "value"])
 def test_clipping_of_unscaled_directions(how):
     clip, in_place = {
@@ -149,9 +146,6 @@ def test_clipping_of_unscaled_directions(how):
         unclipped.agrees(state.params, state.scale)
 
 
-# Accumulation
-
-
 @pytest.mark.parametrize("spoiled", [None, 2])
 def test_accumulation_over_micro_batches(spoiled):
     original, optimizer = Original(), fj.sgd(1.0)
@@ -169,9 +163,6 @@ def test_accumulation_over_micro_batches(spoiled):
         (params, moments), scale = fj.precision.select(found.moved, new, (params, moments)), found.scale
         original.agrees(params, scale)
     assert scale.scale == (128.0 * 2**4 if spoiled is None else 128.0 * 2**2)  # once per effective batch
-
-
-# Gradient penalty
 
 
 @pytest.mark.parametrize("engine", ["auto", "jacobian"])
@@ -206,9 +197,6 @@ def test_gradient_penalty(half, engine):
         if i != 2:
             check_within(info.losses["slope"], penalty.detach(), 5 * eps(torch.float16) * penalty.detach())
             assert not torch.equal(state.params["0.weight"], before["0.weight"])
-
-
-# One scale per objective
 
 
 def test_one_scale_per_objective_is_one_scaler_per_loss():
@@ -247,9 +235,6 @@ def test_one_scale_per_objective_is_one_scaler_per_loss():
             check_same(state.params[name], p.detach(), roundings=64)
 
 
-# Counting, schedules
-
-
 @pytest.mark.parametrize("engine", ["auto", "jacobian"])
 def test_a_schedule_does_not_advance_on_a_skipped_step(engine):
     original = Original(momentum=0.9)
@@ -269,9 +254,6 @@ def test_a_schedule_does_not_advance_on_a_skipped_step(engine):
         original.agrees(state.params, state.scale)
         assert state.optimizer.steps == schedule.last_epoch
     assert schedule.last_epoch == 6  # of 8
-
-
-# What PyTorch tests of the scaler alone
 
 
 def test_what_breaks_after_unscale_is_not_hidden():

@@ -87,9 +87,6 @@ def targets() -> Tensor:
     return numbers(BATCH, WIDTH, seed=99)
 
 
-# Plain functions of nested parameters
-
-
 def mlp(sizes: tuple[int, ...] = (5, 4, WIDTH)) -> Model:
     pairs = list(pairwise(sizes))
     params = {f"layer{i}": {"w": numbers(a, b, seed=i), "b": numbers(b, seed=10 + i)} for i, (a, b) in enumerate(pairs)}
@@ -253,9 +250,6 @@ def sparse_embedding() -> Model:
 
     params = {"table": numbers(6, 4), "w": numbers(4, WIDTH, seed=1)}
     return Model(params, predict, tokens(6), vmap=False, examples=False)
-
-
-# Modules
 
 
 def of_module(make: Callable[[], nn.Module], inputs: Tensor, shape: Any = None, **cannot: bool) -> Model:

@@ -114,7 +114,7 @@ def check_type(name: str, value: Any, kind: type, cure: str) -> None:
 
 
 def check_mapping(name: str, value: Any, cure: str) -> None:
-    """Refuse all but a dict by names, and show the first key that is none."""
+    """Refuse all but a dict by names, and show the first key that is not a string."""
     for found in [x for x in value if not isinstance(x, str)] if isinstance(value, Mapping) else [value]:
         refuse(name, "a dict by names", found, cure)
 

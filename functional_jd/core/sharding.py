@@ -31,7 +31,7 @@ _LARGE = 1 << 20
 
 
 class _Collective(Function):
-    """A functional collective with a vmap rule. A `"mean"` is differentiated as one value that all ranks share."""
+    """A functional collective with derivatives and a vmap rule. A `"mean"` counts once, as a value of all ranks."""
 
     @staticmethod
     def forward(value: Tensor, kind: str, name: str, replicas: int) -> Tensor:

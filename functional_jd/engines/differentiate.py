@@ -115,9 +115,9 @@ def gramian_fn(
 
     Returns:
         `f(*args) -> (gramian, losses, pullback)`, with `has_aux` `(gramian, (losses, aux), pullback)`. Gramian float64
-        `[m, m]`. `pullback(weights [m]) -> (direction, finite)`: a pytree like params in their dtypes, with `scale` in
-        at least float32; and which rows did not overflow, bool of the scale's shape, `[]` without one. With `multitask`
-        losses, Gramian and weights are those of the trunk, and `direction["heads"]` is the gradient of the plain sum.
+        `[m, m]`. `pullback(weights [m]) -> (direction, finite)`: a pytree like params, in at least float32; and which
+        rows did not overflow, bool of the scale's shape, `[]` without one. With `multitask` losses, Gramian and weights
+        are those of the trunk, and `direction["heads"]` is the gradient of the plain sum.
         A row that overflowed is a row and a column of the Gramian that are not finite. With one scale, an overflow in
         the heads' sum cannot be assigned to a row: then no row is finite.
 

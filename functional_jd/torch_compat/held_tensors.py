@@ -53,7 +53,7 @@ def nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
 
 @dataclass(eq=False)
 class Held:
-    """The tensors of a call of a module, which holds them again while a backward pass may run parts of it again."""
+    """The tensors of a call of a module. It holds them again while a backward pass may run parts of the call again."""
 
     holder: Holder
     places: list[Place]  # where they stand

@@ -56,7 +56,7 @@ class ModuleParts:
         self.are_torchs = whole and all(name.startswith("torch.") for name in functions)
 
     def check(self) -> None:
-        """Raise if a part has other parameters or children than when it was read, or saves a new buffer; others go."""
+        """Raise if a part has other parameters or children than before, or saves a new buffer; other new buffers go."""
         for part, contents in self.contents:
             if _contents(part) != contents:
                 raise ValueError(

@@ -32,7 +32,7 @@ class Missing:
 
 
 def private(name: str, feature: str, otherwise: Any = None) -> Any:
-    """An object of torch by its dotted name, bound once; where torch has none, `otherwise`, or a `Missing`."""
+    """An object of torch by its name, bound once; where torch has none, `otherwise`, or a `Missing` of a `feature`."""
     try:
         return resolve_name(f"torch.{name}")
     except (AttributeError, ImportError):

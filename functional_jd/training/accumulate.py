@@ -89,8 +89,8 @@ def accumulate(
 
     Guarantees:
         Equal to rounding to the whole batch, without buffers. A rule that needs no gradients costs a backward pass for
-        each part, and memory for one direction. If it looks at losses, they are evaluated twice. Others keep all rows,
-        and a part's. Without a state, the first part is evaluated once more. Pure; composes with vmap, grad, compile.
+        each part, and the memory of one direction; if it looks at losses, they are evaluated twice. Other rules keep
+        all rows. Without a state, the first part is evaluated once more. Pure; composes with vmap, grad and compile.
     """
     check_losses(losses, 0, False)
     check_rule(aggregator)

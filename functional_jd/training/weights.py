@@ -175,8 +175,8 @@ def weigh(
 
     Args:
         losses: a tensor `[m]`, or a pytree of tensors with m elements, each with the graph of the model.
-        parameters: the tensors to differentiate by, such as `model.parameters()`, iterable or a pytree, without those
-            that require no grad. Heads of one loss alone need not be among them.
+        parameters: the tensors to differentiate by, an iterable such as `model.parameters()`, or a pytree. Tensors
+            that do not require grad are left out. Heads of one loss alone need not be among them.
         aggregator: the rule.
         state: what the last call returned; None for the rule's initial state.
         scale: a loss scale `[]` or `[m]`, a factor of the losses while they are differentiated.

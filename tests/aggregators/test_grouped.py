@@ -1,6 +1,6 @@
 """Grouped: every group is aggregated as if it were alone."""
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from functools import partial
 
 import hypothesis
@@ -250,6 +250,7 @@ def slope_of(params, losses, rule, places, key="some"):
 
 
 TWO_ONES = {"all": torch.ones(2), "some": torch.ones(2)}
+BACKWARDS = OrderedDict(reversed(TWO_ONES.items()))
 
 
 def by_groups(rule=None, losses=in_part):
@@ -265,8 +266,8 @@ def check_moved(state, expected):
 
 
 @pytest.mark.parametrize("rule", [jd.mgda(), jd.cagrad(0.4), jd.upgrad(), jd.gradnorm()])
-@pytest.mark.parametrize("engine", ["gramian", "jacobian"])
-@pytest.mark.parametrize("params", [TWO_ONES, OrderedDict(reversed(TWO_ONES.items()))])
+@pytest.mark.parametrize("engine", ["auto", "gramian", "jacobian"])
+@pytest.mark.parametrize("params", [TWO_ONES, BACKWARDS, defaultdict(None, BACKWARDS)])
 def test_losses_that_do_not_reach_a_group_have_no_row_there(rule, engine, params):
     rules = {"all": jd.total(), "some": rule}
     how = by_groups(jd.grouped(rules)) | {"engine": engine}

@@ -184,6 +184,7 @@ def test_a_tracer_knows_a_container_of_torch_that_nothing_met_before():
         (Point(ONE, ONE), (ONE, ONE)),
         (None, {}),
         ({"a": ONE}, {"a": [ONE]}),
+        (Registered(ONE, "x"), Registered(ONE, "y")),
     ],
 )
 def test_another_structure_raises_traced_or_not(one, other):
@@ -199,7 +200,8 @@ def test_another_structure_raises_traced_or_not(one, other):
 def test_the_order_of_keys_is_kept_and_makes_no_other_structure():
     one, other = {"b": ONE, "a": 3 * ONE}, {"a": ONE, "b": ONE}
     for subtract in (trees.tree_map, torch.compile(trees.tree_map, fullgraph=True, backend="eager")):
-        assert list(subtract(torch.sub, one, other).items()) == [("b", 0), ("a", 2)]
+        for same in (other, OrderedDict(other), defaultdict(None, other)):
+            assert list(subtract(torch.sub, one, same).items()) == [("b", 0), ("a", 2)]
     for difference in (trees.tree_difference, torch.compile(trees.tree_difference, fullgraph=True, backend="eager")):
         assert difference([one], [other]) == ""
         for x, y in (

@@ -192,9 +192,6 @@ def test_the_projection_on_the_simplex_is_deterministic():
     check_same(found, simplex_projection(points))
 
 
-# A device without float64
-
-
 def two_steps(kind, rule, scale, device=None):
     """Where two steps lead, on the device or on the CPU, and whether anything warned."""
     losses, params, batch = on_device(device, kind)

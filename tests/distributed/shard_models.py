@@ -137,7 +137,7 @@ def lora(dtype=torch.float32):
 
 
 MODELS = [mlp, conv, block, lora]
-STEPS = 6
+STEPS = 10
 
 RULES = [fj.mean, fj.upgrad, fj.config, lambda: fj.graddrop(fj.random.key(3)), fj.nash_mtl]
 RATE, ADAMW_EPS = 1e-2, 1e-5

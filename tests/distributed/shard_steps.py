@@ -54,7 +54,8 @@ def check_parts_give_the_direction_of_the_whole_batch():
     params, losses, batch = mlp()
     parts = lambda batch: [tuple(x[i::2] for x in batch) for i in range(2)]
     over = distributed.sharded(losses, mesh())
-    for rule in (fj.upgrad(), fj.mean(), fj.nash_mtl(), fj.aggregators.normalized(fj.upgrad())):
+    divided = [fj.aggregators.normalized(fj.upgrad(), by) for by in ("norm", "loss", "both")]
+    for rule in (fj.upgrad(), fj.mean(), fj.nash_mtl(), *divided):
         for skip in ("step", "part"):
             how = {"aggregator": rule, "skip": skip, "scale": fj.scale_state(2.0**4)}
             expected = fj.accumulate(losses, parts(batch), params=params, group=False, **how)

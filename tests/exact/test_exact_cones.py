@@ -141,9 +141,6 @@ def test_pcd_is_the_nearest_direction_that_gives_all_their_shares(Js, tau, beta)
                 assert (result.weights == 0).all()
 
 
-# Fair shares
-
-
 def hull(E):
     """How near to zero the unit rows have a convex combination."""
     N, _ = unit_rows(E)

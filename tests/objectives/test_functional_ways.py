@@ -269,21 +269,24 @@ def test_a_backward_pass_that_is_interrupted_leaves_the_module_its_parameters():
 
     def run(after=0.0):
         y = loss(fj.functional(module)({key: p.requires_grad_() for key, p in params.items()}, {}, x)[0])
-        began = time.perf_counter()
+        began, ended = time.perf_counter(), None
         signal.setitimer(signal.ITIMER_REAL, after)
         with contextlib.suppress(KeyboardInterrupt):
             try:
                 torch.autograd.grad(y, list(params.values()))
+                ended = time.perf_counter() - began
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        return time.perf_counter() - began
+        return ended
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         took = min(run() for _ in range(3))
+        interrupted = 0
         for k in range(1, 21):
-            run(took * k / 20)
+            interrupted += run(took * k / 20) is None
             assert all(module.get_parameter(name) is p for name, p in own.items())
+        assert interrupted
     finally:
         signal.signal(signal.SIGALRM, before)
 

@@ -265,6 +265,13 @@ def test_what_goes_wrong_in_a_later_step_is_noticed(law, rule):
     assert not laws_of(rule, law, settings=FOUND)[law.__name__]
 
 
+def test_an_initial_state_that_is_another_while_it_is_traced_is_noticed():
+    zero = lambda G: G.new_zeros((), dtype=torch.float32 if torch.compiler.is_compiling() else torch.float64)
+    rule = jd.Aggregator(gramian, zero, lambda G, state: (G.diagonal(), state))
+    with pytest.raises(AssertionError, match="the initial state of the compiled rule differs"):
+        laws.compiled(rule, J)
+
+
 def test_a_law_that_returns_instead_of_raising_is_refused():
     words = r"^silent: expected a law, which raises .*, found a function that returns .*Use assert"
     with pytest.raises(TypeError, match=words):

@@ -164,12 +164,16 @@ def test_in_bfloat16_no_example_moves_parameters_by_more_than_the_bound_and_nois
         check_within(nobody[name], params[name] - noise, 4 * eps(torch.float32) * (params[name].abs() + noise.abs()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", [fj.gramian_fn, fj.squared_norms_fn])
-def test_sums_of_many_rows_by_parameters_in_bfloat16_are_in_float32(engine):
-    """In bfloat16, one row more than 300 changes an entry by 2 or by nothing."""
-    row = fj.per_example(lambda p, x: (p["w"] * x).sum())
-    pullbacks = [engine(row)({"w": torch.ones(4).bfloat16()}, torch.ones(n, 4).bfloat16())[-1] for n in (300, 301)]
-    one, two = (pull(torch.ones(300 + n))[0]["w"] for n, pull in enumerate(pullbacks))
+@pytest.mark.parametrize(
+    "loss", [lambda p, x: (p["w"] * x).sum(), lambda p, x: nn.functional.linear(x[None], p["w"][None]).sum()]
+)
+def test_sums_of_many_rows_by_parameters_in_half_precision_are_in_float32(dtype, engine, loss):
+    """In half precision, one row more than 3000 changes an entry by 2 at least, or by nothing."""
+    ones = lambda *shape: torch.ones(*shape, dtype=dtype)
+    pullbacks = [engine(fj.per_example(loss))({"w": ones(4)}, ones(n, 4))[-1] for n in (3000, 3001)]
+    one, two = (pull(torch.ones(3000 + n))[0]["w"] for n, pull in enumerate(pullbacks))
     assert torch.equal(two - one, torch.ones(4))
 
 

@@ -69,20 +69,20 @@ def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
     factors, sums, features = _parted(point, plan)
     shared, structure = point.shared
     rows = dense(vjp_rows(point.trunk, features, plan), shared, len(factors))
-    heads, found = _heads(point, sums, plan), point.heads.extra
+    heads, found = _heads(point, sums, plan, wide=plan.scale is not None), point.heads.extra
     del point, sums, features  # the graph goes before the rows are divided
     rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
     return MultitaskJacobian(structure.unflatten(rows), heads), *found
 
 
-def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
-    """The heads' gradient, in their dtypes without a scale; divided by a scale that all losses share."""
+def _heads(point: _Point, sums: Rows, plan: Plan, *, wide: bool = True) -> Tree:
+    """The heads' gradient, divided by a scale that all losses share; in at least float32 if it is `wide`."""
     own, structure = point.own
     found = dense(sums, own)
-    if plan.scale is None:
+    if not wide:
         return structure.unflatten([g.to(x.dtype) for g, x in zip(found, own, strict=True)])
     found = list(map(at_least_float32, found))
-    if found and not plan.scale.ndim:
+    if found and plan.scale is not None and not plan.scale.ndim:
         found = times(found, inverse_of(plan.scale, found[0].dtype))
     return structure.unflatten(found)
 
