@@ -187,11 +187,8 @@ def test_weighted_residuals_have_the_sum_of_means_as_their_sum_of_squares(shown)
 
 def test_the_schedule_is_that_of_torch(shown):
     schedulers, optimizer = torch.optim.lr_scheduler, torch.optim.SGD([torch.zeros(1)], lr=1e-3)
-    parts = [
-        schedulers.LinearLR(optimizer, 1 / 100, total_iters=99),
-        schedulers.CosineAnnealingLR(optimizer, T_max=900),
-    ]
-    original = schedulers.SequentialLR(optimizer, parts, milestones=[100])
+    warmup, rest = schedulers.LinearLR(optimizer, 0.01, total_iters=99), schedulers.CosineAnnealingLR(optimizer, 900)
+    original = schedulers.SequentialLR(optimizer, [warmup, rest], milestones=[100])
     for steps in range(1001):
         if steps % 50 in (0, 49):
             found = float(shown["schedule"](torch.tensor(steps)))

@@ -238,12 +238,9 @@ def test_one_scale_per_objective_is_one_scaler_per_loss():
 @pytest.mark.parametrize("engine", ["auto", "jacobian"])
 def test_a_schedule_does_not_advance_on_a_skipped_step(engine):
     original = Original(momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(original.optimizer, lambda k: 0.5 ** (k // 2) / (k + 1))
-    how = {
-        "losses": losses,
-        "aggregator": fj.mean(),
-        "optimizer": fj.sgd(lambda k: 0.5 ** (k // 2) / (k + 1), momentum=0.9),
-    }
+    rate = lambda k: 0.5 ** (k // 2) / (k + 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(original.optimizer, rate)
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(rate, momentum=0.9)}
     state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(), **how)
     for batch in (*batches(), *batches(1)):
         before = original.scaler.get_scale()

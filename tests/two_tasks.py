@@ -16,10 +16,8 @@ def two_tasks(norm=nn.Identity, dtype=torch.float32):
         trunk = nn.Sequential(nn.Linear(10, 5), norm(), nn.ReLU(), nn.Linear(5, 3), nn.ReLU())
         heads = {"one": nn.Linear(3, 1), "two": nn.Linear(3, 1)}
         x, y, z = torch.randn(16, 10), torch.randn(16, 1), torch.randn(16, 1)
-    params = {
-        "shared": dict(trunk.named_parameters()),
-        "heads": {name: dict(head.named_parameters()) for name, head in heads.items()},
-    }
+    tops = {name: dict(head.named_parameters()) for name, head in heads.items()}
+    params = {"shared": dict(trunk.named_parameters()), "heads": tops}
     params = tree_map(lambda p: p.detach().to(dtype), params)
 
     def features(p, x, y, z):
@@ -40,11 +38,9 @@ def method(params, features, top, **changes):
 
 def same(a, b):
     """Equal bit by bit, NaN to NaN."""
-    assert len(tree_leaves(a)) == len(tree_leaves(b))
-    return all(
-        torch.equal(torch.nan_to_num(u), torch.nan_to_num(v))
-        for u, v in zip(tree_leaves(a), tree_leaves(b), strict=False)
-    )
+    ours, theirs = (tree_leaves(tree_map(torch.nan_to_num, x)) for x in (a, b))
+    assert len(ours) == len(theirs)
+    return all(map(torch.equal, ours, theirs))
 
 
 def close(a, b, **tolerance):

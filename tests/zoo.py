@@ -128,11 +128,8 @@ def unused() -> Model:
 def frozen() -> Model:
     """Parameters that a closure captures: one that asks for no gradient, one that does."""
     fixed, asking = numbers(WIDTH, WIDTH, seed=1), numbers(WIDTH, seed=2).requires_grad_()
-    return Model(
-        {"w": numbers(5, WIDTH)},
-        lambda params, x: torch.tanh(x @ params["w"]) @ fixed * asking,
-        numbers(BATCH, 5, seed=3),
-    )
+    predict = lambda params, x: torch.tanh(x @ params["w"]) @ fixed * asking
+    return Model({"w": numbers(5, WIDTH)}, predict, numbers(BATCH, 5, seed=3))
 
 
 def scalars() -> Model:

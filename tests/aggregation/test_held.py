@@ -13,12 +13,8 @@ import functional_jd as fj
 from functional_jd.aggregation.lifts import HeldState
 from functional_jd.testing.strategies import jacobians
 
-RULES = {
-    "upgrad": fj.upgrad,
-    "famo": fj.famo,
-    "config": fj.config,
-    "random_weights": lambda: fj.random_weights(fj.random.key(0)),
-}
+RULES = {"upgrad": fj.upgrad, "famo": fj.famo, "config": fj.config}
+RULES["random_weights"] = lambda: fj.random_weights(fj.random.key(0))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -55,12 +51,10 @@ def test_steps_repeat_the_weights_and_cost_no_rows(engine):
     params, features, top, batch = two_tasks(dtype=torch.float64)
     fresh, repeated = fj.held(fj.upgrad())
     how = method(params, features, top)
-    state = fj.train_state(params, *batch, **(how | {"aggregator": fresh}))
+    first, later = (how | {"aggregator": rule} for rule in (fresh, repeated))
+    state = fj.train_state(params, *batch, **first)
     start = state.aggregator.weights
-    take = (
-        partial(fj.step, **(how | {"aggregator": fresh})),
-        partial(fj.step, **how | {"aggregator": repeated}, engine=engine),
-    )
+    take = partial(fj.step, **first), partial(fj.step, **later, engine=engine)
     final, infos = trained(*take, state, batch, [True, False, True, True])
     assert torch.equal(infos[0].weights, start)
     assert torch.equal(infos[2].weights, infos[1].weights)

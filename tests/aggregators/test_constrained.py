@@ -35,11 +35,8 @@ def test_it_leads_where_slsqp_does_and_rests_there(name):
     room = [{"type": "ineq", "fun": lambda x, i=i: bounds[i] - at(x, i)} for i, b in enumerate(bounds) if b < inf]
     options = {"ftol": 1e-14}
     expected = minimize(at, [0.0] * n, bounds.index(inf), method="SLSQP", constraints=room, options=options).x
-    how = {
-        "losses": lambda w: [f(w) for f in functions],
-        "optimizer": jd.sgd(0.02),
-        "aggregator": jd.aggregators.constrained(bounds),
-    }
+    rule = jd.aggregators.constrained(bounds)
+    how = {"losses": lambda w: [f(w) for f in functions], "optimizer": jd.sgd(0.02), "aggregator": rule}
     state = jd.train_state(torch.zeros(n, dtype=torch.float64), **how)
     take = jd.compiled(partial(jd.step, **how), backend="eager")
     for _ in range(3000):

@@ -29,11 +29,8 @@ def ours(make: Make, precision: str, rule: Any = None, step: Any = jd.step, shap
     if shape is None and precision == "float16":
         shape = (_objectives(model),)
     low = {} if precision == "float32" else {"low": partial(jd.autocast, dtype=getattr(torch, precision))}
-    how: dict[str, Any] = {
-        "losses": model.losses(**low, **form),
-        "aggregator": rule or jd.upgrad(),
-        "optimizer": jd.adamw(lr=_RATE),
-    }
+    losses, rule = model.losses(**low, **form), rule or jd.upgrad()
+    how: dict[str, Any] = {"losses": losses, "aggregator": rule, "optimizer": jd.adamw(lr=_RATE)}
     batch, params, device = model.batch, model.tree(values), model.batch[0].device
     scale = None if shape is None else jd.scale_state(_SCALE, shape=shape, device=device)
     state = [jd.train_state(params, *batch, scale=scale, **how)]

@@ -1,6 +1,7 @@
 """Digests, checksums and layouts: one size for what ranks send, what differs is told, which part a rank holds."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,19 +142,6 @@ def test_of_nothing_and_of_complex_numbers():
     assert checksums([x.conj()]) == checksums([torch.view_as_real(x.conj().resolve_conj())])
 
 
-class Mesh:
-    """The sizes of a mesh and the place of one rank in it."""
-
-    def __init__(self, sizes, place):
-        self.sizes, self.place = sizes, place
-
-    def size(self, dim):
-        return self.sizes[dim]
-
-    def get_local_rank(self, dim):
-        return self.place[dim]
-
-
 @given(st.integers(0, 12), st.integers(1, 5), st.integers(1, 3), st.data())
 def test_a_rank_holds_the_chunk_of_a_chunk_that_torch_gives_it(n, first, second, data):
     place = data.draw(st.integers(0, first - 1)), data.draw(st.integers(0, second - 1))
@@ -161,7 +149,8 @@ def test_a_rank_holds_the_chunk_of_a_chunk_that_torch_gives_it(n, first, second,
     for parts, index in zip((first, second), place, strict=True):
         chunks = expected.chunk(parts) if len(expected) else ()
         expected = chunks[index] if index < len(chunks) else expected[:0]
-    start, length = sharding.shard_range(n, Mesh((first, second), place), (0, 1))
+    mesh = SimpleNamespace(size=(first, second).__getitem__, get_local_rank=place.__getitem__)
+    start, length = sharding.shard_range(n, mesh, (0, 1))
     assert list(range(start, start + length)) == expected.tolist() or (length == 0 and not len(expected))
 
 

@@ -154,24 +154,16 @@ def test_a_tensor_is_widened_and_keeps_its_derivatives():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "message"),
+    ("wrong", "error", "words"),
     [
-        (
-            torch.tensor(1),
-            TypeError,
-            r"functional_jd: rate must be a number or a floating-point tensor, found torch.int64 \[\]. Convert",
-        ),
-        (
-            torch.ones(2),
-            ValueError,
-            r"functional_jd: rate must be a number or a tensor \[\], found torch.float32 \[2\]. .* torch.vmap",
-        ),
-        ("1", TypeError, r"functional_jd: rate must be a number or a tensor \[\], found '1'. The default is 1."),
-        (None, TypeError, r"functional_jd: rate must be a number or a tensor \[\], found None. The default is 1."),
-        (True, TypeError, r"functional_jd: rate must be a number or a tensor \[\], found True. The default is 1."),
-        ([1.0], TypeError, r"functional_jd: rate must be a number or a tensor \[\], found list. The default is 1."),
+        (torch.tensor(1), TypeError, r"floating-point tensor, found torch.int64 \[\]. Convert"),
+        (torch.ones(2), ValueError, r"tensor \[\], found torch.float32 \[2\]. .* torch.vmap"),
+        ("1", TypeError, r"tensor \[\], found '1'. The default is 1."),
+        (None, TypeError, r"tensor \[\], found None. The default is 1."),
+        (True, TypeError, r"tensor \[\], found True. The default is 1."),
+        ([1.0], TypeError, r"tensor \[\], found list. The default is 1."),
     ],
 )
-def test_what_is_no_number_is_refused(wrong, error, message):
-    with pytest.raises(error, match=message):
+def test_what_is_no_number_is_refused(wrong, error, words):
+    with pytest.raises(error, match=f"functional_jd: rate must be a number or a {words}"):
         checked(wrong)

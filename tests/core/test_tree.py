@@ -204,11 +204,8 @@ def test_the_order_of_keys_is_kept_and_makes_no_other_structure():
             assert list(subtract(torch.sub, one, same).items()) == [("b", 0), ("a", 2)]
     for difference in (trees.tree_difference, torch.compile(trees.tree_difference, fullgraph=True, backend="eager")):
         assert difference([one], [other]) == ""
-        for x, y in (
-            ({"a": ONE}, OrderedDict(a=ONE)),
-            ({1: ONE}, {"1": ONE}),
-            (Registered(ONE, "x"), Registered(ONE, "y")),
-        ):
+        records = Registered(ONE, "x"), Registered(ONE, "y")
+        for x, y in (({"a": ONE}, OrderedDict(a=ONE)), ({1: ONE}, {"1": ONE}), records):
             torch._dynamo.reset()
             assert "another structure" in difference([x], [y])
             assert difference([x], [x]) == ""

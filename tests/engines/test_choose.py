@@ -71,11 +71,7 @@ def test_a_rule_that_needs_the_losses_too_takes_the_engine_of_its_shapes(rule, s
     [
         (jd.mean(), LARGE, "the rule needs no gradients: one backward pass"),
         (jd.trimmed_mean(1), LARGE, "the rule needs the rows themselves"),
-        (
-            jd.upgrad(),
-            TINY,
-            "few beside the batch (examples times the length of a sequence): forming all gradients costs less than",
-        ),
+        (jd.upgrad(), TINY, "few beside the batch (examples times the length of a sequence): forming all gradients"),
         (jd.upgrad(), [(512, 512)] * 2, "layer by layer costs less than forming all gradients"),
     ],
 )

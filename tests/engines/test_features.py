@@ -36,13 +36,10 @@ def weighing(weights):
 
 
 powers = st.integers(-6, 40)
+exponents_of_scales = st.lists(powers, min_size=3, max_size=3) | powers | st.none()
 
 
-@given(
-    st.integers(0, 5),
-    st.lists(st.floats(-4, 4), min_size=3, max_size=3),
-    st.lists(powers, min_size=3, max_size=3) | powers | st.none(),
-)
+@given(st.integers(0, 5), st.lists(st.floats(-4, 4), min_size=3, max_size=3), exponents_of_scales)
 def test_the_pullback_is_the_weighted_sum_of_the_trunks_rows_at_any_scale(seed, weights, exponents):
     params, features, top, batch = several_features(seed)
     losses = fj.multitask(features, top)

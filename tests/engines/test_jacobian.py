@@ -286,13 +286,6 @@ def test_derivatives_in_the_scale(kind, mode):
     assert slope.abs().max() <= rounding
 
 
-@pytest.fixture
-def _fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def together(w, x):
     return jacobian_fn(lambda w, x: torch.tanh(x @ w))(w, x)
 
@@ -311,9 +304,9 @@ COMPILING = [(name, "aot_eager") for name in COMPILED]
 COMPILING += [pytest.param("together", "inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
 
 
-@pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize(("name", "backend"), COMPILING)
 def test_compiles_whatever_is_around_or_inside(name, backend):
+    torch.compiler.reset()
     args, f = (numbers(3), numbers(2, 3, seed=1)), COMPILED.get(name, together)
     if f is None:
         case = case_of(name, "plain" if name == "layer_norm" else "by_example")
@@ -344,7 +337,7 @@ MISTAKES = {
     "scale": (
         lambda: jacobian_fn(lambda w: w, scale=torch.ones(2))(W),
         ValueError,
-        r"\[\] or \[3\].*found \[2\].*scale_state\(shape=\(3,\)\)",
+        r"\[\] or \[3\].*\[2\].*shape=\(3,\)",
     ),
     "scale's type": (lambda: jacobian_fn(SUM, scale=2.0), TypeError, "ScaleState or a floating.*found 2.0"),
     "no scalar": (
@@ -352,11 +345,7 @@ MISTAKES = {
         ValueError,
         r"must be one scalar, found \[\[3\]\].*a name of its own.*\.mean\(\) is for losses.*loss\[0\]",
     ),
-    "shared": (
-        lambda: jacobian_fn(multitask(SUM, SUM))({"trunk": W}),
-        ValueError,
-        r"'shared' and 'heads', found \['trunk'\]",
-    ),
+    "shared": (lambda: jacobian_fn(multitask(SUM, SUM))({"trunk": W}), ValueError, r"'heads', found \['trunk'\]"),
     "no trunk": (
         lambda: jacobian_fn(multitask(lambda s: W, lambda h, f: h["b"] * f))({"shared": {}, "heads": {"b": W}}),
         ValueError,

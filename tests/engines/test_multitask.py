@@ -78,10 +78,8 @@ def test_heads_that_overflow_skip_a_step_and_their_scale_backs_off(rule, engine,
 @pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda, partial(fj.mgda, cap=0.7)])
 def test_heads_whose_sum_overflows_skip_a_step_with_a_scale_each(rule, engine):
     """Each row is finite, and so are the products of those of the trunk."""
-    tasks = fj.multitask(
-        lambda s, x: x @ s["w"],
-        lambda own, h, x: {"a": own["both"] * 2e38 + h.sum(), "b": own["both"] * 3e38 + h.sum()},
-    )
+    heads = lambda own, h, x: {"a": own["both"] * 2e38 + h.sum(), "b": own["both"] * 3e38 + h.sum()}
+    tasks = fj.multitask(lambda s, x: x @ s["w"], heads)
     how = {"losses": tasks, "aggregator": rule(), "optimizer": fj.sgd(1e-38), "engine": engine}
     params = PARAMS | {"heads": {"both": torch.tensor(0.0)}}
     state = fj.train_state(params, X, scale=fj.scale_state(1.0, shape=(2,)), **how)
@@ -124,12 +122,8 @@ def test_the_heads_are_differentiated_once_for_groups_with_different_weights(sca
     params = {"shared": {"w": X[:2], "b": X[2]}, "heads": {"a": X[0], "b": X[1]}}
     weights = {"w": [1.0, 3.0], "b": [2.0, -1.0]}
     rule = fj.grouped({key: fj.constant(torch.tensor(own)) for key, own in weights.items()})
-    method = {
-        "losses": tasks(lambda x: Passed.apply(x, passes)),
-        "aggregator": rule,
-        "optimizer": fj.sgd(1.0),
-        "engine": "weighted",
-    }
+    losses = tasks(lambda x: Passed.apply(x, passes))
+    method = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0), "engine": "weighted"}
     state = fj.train_state(params, X, **method, scale=None if scale is None else fj.scale_state(8.0))
     passes.clear()
     new, _ = fj.step(state, X, **method)

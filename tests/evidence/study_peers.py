@@ -143,8 +143,5 @@ def peer_cell(problem: Problem, rule: str, draws: Draws, steps: int, rounds: int
         "mean": digits([float(means[c, d]) for d, c in chosen]),
         "largest": digits([float(largest[c, d]) for d, c in chosen]),
     }
-    return found | {
-        "apart": apart,
-        "errors": peer.errors,
-        "machine": found["machine"] | {"torchjd": version("torchjd")},
-    }
+    machine = found["machine"] | {"torchjd": version("torchjd")}
+    return found | {"apart": apart, "errors": peer.errors, "machine": machine}

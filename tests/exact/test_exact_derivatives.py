@@ -27,7 +27,9 @@ POINTS = {
     "nearly dependent and spread": near(gaussian(8, 3, 4), 8, 1e-2) * SPREAD,
 }
 independent = {name: J for name, J in POINTS.items() if len(J) <= J.shape[1]}
+of_one_size = {name: J for name, J in independent.items() if "spread" not in name}
 U = [1.0, 2.0, 0.5]
+of_bargain = lambda E: fair_weights(E, Decimal(1)) @ E
 
 
 def of_config(E, u):
@@ -55,20 +57,10 @@ RULES = {
     "cagrad": (cagrad, lambda E, x: of_greatest_least_gain(E, x)[0], 0.5, POINTS),
     "fairgrad .2": (fairgrad, lambda E, x: fair_weights(E, x) @ E, 0.2, POINTS),
     "fairgrad 5": (fairgrad, lambda E, x: fair_weights(E, x) @ E, 5.0, POINTS),
-    "nash_mtl": (
-        nash_mtl,
-        lambda E, x: x * (fair_weights(E, Decimal(1)) @ E) / length(fair_weights(E, Decimal(1)) @ E),
-        0.75,
-        POINTS,
-    ),
+    "nash_mtl": (nash_mtl, lambda E, x: x * of_bargain(E) / length(of_bargain(E)), 0.75, POINTS),
     "config": (lambda x: config([x, *U[1:]]), lambda E, x: of_config(E, x_first(x)), 1.5, independent),
     "imtl_g": (lambda x: imtl_g(), lambda E, x: of_imtl_g(E), None, independent),
-    "aligned_mtl": (
-        lambda x: aligned_mtl([x, *U[1:]]),
-        lambda E, x: of_aligned_mtl(E, x_first(x)),
-        1.5,
-        {name: J for name, J in independent.items() if "spread" not in name},
-    ),
+    "aligned_mtl": (lambda x: aligned_mtl([x, *U[1:]]), lambda E, x: of_aligned_mtl(E, x_first(x)), 1.5, of_one_size),
 }
 
 

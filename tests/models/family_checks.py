@@ -16,10 +16,7 @@ from torch.utils._pytree import tree_leaves
 import functional_jd as fj
 
 # What is added up in another order: some hundred roundings where all is float64, fewer where some parts are float32.
-_ROUNDINGS = {
-    torch.float64: 2.0**10 * torch.finfo(torch.float64).eps,
-    torch.float32: 2.0**4 * torch.finfo(torch.float32).eps,
-}
+_ROUNDINGS = {dtype: n * torch.finfo(dtype).eps for dtype, n in ((torch.float64, 2.0**10), (torch.float32, 2.0**4))}
 WEIGHTS = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
 RATE, STEPS = 0.1, 3
 

@@ -102,11 +102,7 @@ TWICE = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
     ("params", "labelled", "message"),
     [
         (LEAVES, lambda name, _: name[0], r"one of the labels \['a', 'b'\], found 'c' for 'c.0'. Add an optimizer"),
-        (
-            LEAVES,
-            lambda *_: "a",
-            r"every label must be that of some leaf, found no leaf for \['b'\] among \['a', 'b', ",
-        ),
+        (LEAVES, lambda *_: "a", r"every label must be that of some leaf, found no leaf for \['b'\] among \['a', 'b'"),
         (LEAVES, lambda *_: None, r"found None for 'a'"),
         (TWICE, lambda *_: "a", r"every leaf must have a name of its own, found \['a.b'\] twice"),
     ],

@@ -21,7 +21,6 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from matplotlib.path import Path as Outline
-from matplotlib.text import Annotation
 
 from functional_jd.plotting.directions import _faces
 from functional_jd.plotting.style import look
@@ -84,10 +83,6 @@ PICTURES = {
 
 def _lines(ax):
     return {line.get_label(): line for line in ax.get_lines()}
-
-
-def _arrows(ax):
-    return np.array([text.xy for text in ax.texts if isinstance(text, Annotation)])
 
 
 def _labels(ax):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from sequences import compiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -79,11 +80,6 @@ def close(left, right):
     """Equal draws, behind which sums may be taken in another order."""
     for a, b in zip(leaves(left), leaves(right), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def compiled(f):
-    torch.compiler.reset()
-    return torch.compile(f, fullgraph=True, backend="aot_eager")
 
 
 @every_draw

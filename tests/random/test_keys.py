@@ -163,21 +163,14 @@ def test_a_recorded_graph_follows_the_key():
 
 
 @every_draw
-def test_draws_are_pure(draw):
-    key, state = random.key(10), torch.get_rng_state()
-    first = draw(key)
-    torch.rand(3)
-    second = draw(key)
-    torch.set_rng_state(state)
-    assert same_bits(first, second)
-    assert torch.equal(key, random.key(10))
-    draw(key)
+def test_draws_are_pure_and_have_the_same_bits_in_every_context(draw):
+    key, state = random.key(11), torch.get_rng_state()
+    expected = draw(key)
+    assert torch.equal(key, random.key(11))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@every_draw
-def test_draws_have_the_same_bits_in_every_context(draw):
-    expected = draw(random.key(11))
+    with torch.random.fork_rng():
+        torch.rand(3)
+        assert same_bits(draw(key), expected)
     with torch.inference_mode():
         assert same_bits(draw(random.key(11)), expected)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -41,13 +41,6 @@ def test_the_conditions_hold(m, radius, solver):
     check_conditions(*problem(m, spread=12.0), radius, solver)
 
 
-@pytest.mark.parametrize("spread", [0.0, 12.0])
-def test_the_conditions_hold_where_rows_are_repeated(spread):
-    for seed in range(8):
-        N, x, sizes = problem(16, seed, spread)
-        check_conditions(N.repeat(2, 1), x, sizes.repeat(2), 0.5)
-
-
 @pytest.mark.parametrize("radius", [10.0, 100.0])
 def test_the_conditions_hold_far_out_in_few_dimensions(radius):
     for seed in range(12):

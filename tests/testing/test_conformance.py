@@ -236,11 +236,8 @@ def test_pytest_names_the_cases_after_the_laws_and_prints_little_more_than_the_c
         pytest.main(["-q", "-rA", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(path)])
     out = printed.getvalue()
     outcomes = dict(reversed(line) for line in re.findall(r"^(PASSED|FAILED) \S*::(\S+)", out, flags=re.MULTILINE))
-    assert outcomes == {
-        "test_mean[pure]": "PASSED",
-        "test_mean[non_conflicting]": "FAILED",
-        "test_branch[compiled]": "FAILED",
-    }
+    failed = dict.fromkeys(["test_mean[non_conflicting]", "test_branch[compiled]"], "FAILED")
+    assert outcomes == {"test_mean[pure]": "PASSED"} | failed
     failures = out.partition("= FAILURES =")[2].partition("= PASSES =")[0]
     _, first, second = re.split(r"\n_+ test_.* _+\n", failures)
     for failure, law in (first, "non_conflicting"), (second.partition("Captured log")[0], "compiled"):  # which logs

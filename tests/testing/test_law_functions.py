@@ -82,10 +82,7 @@ BROKEN = {
     "draws from torch": (laws.pure, jd.stateless(no_gradients, lambda view: torch.rand(len(view), dtype=view.dtype))),
     "state changes form": (laws.shaped, forgetful(lambda view, state: (ones(view), (view,)))),
     "weights in half precision": (laws.shaped, jd.stateless(no_gradients, lambda view: ones(view).half())),
-    "counts leaves": (
-        laws.tree_equals_flat,
-        jd.stateless(full_jacobian, lambda J: leaves(J) * no_gradients(J) + leaves(J)),
-    ),
+    "counts leaves": (laws.tree_equals_flat, jd.stateless(full_jacobian, lambda J: leaves(J) * (no_gradients(J) + 1))),
     "divides by zero in its third step": (laws.finite, remembering(lambda steps: 1 / (2 - steps))),
     "differs under vmap in its second step": (laws.batched, remembering(lambda steps: 1 + Doubled.apply(steps))),
     "decides in Python when it starts": (

@@ -114,10 +114,8 @@ def test_a_state_of_another_rule_is_refused(rule):
     state, how = begun(aggregator=fj.pcd()), method(aggregator=MEMORIES[rule]())
     refused("^step: the state must be one of this rule.*Start it again", lambda: fj.step(state, X, **how))
     for memory in (0.5, {"a": 1.0}, [None]):  # which need not be tensors
-        refused(
-            "^step: the state must be one of this rule",
-            lambda x=memory: fj.step(state._replace(aggregator=x), X, **how),
-        )
+        other = state._replace(aggregator=memory)
+        refused("^step: the state must be one of this rule", lambda other=other: fj.step(other, X, **how))
     if rule in STATEFUL:  # and so is one for another number of objectives
         state = begun(aggregator=STATEFUL[rule]())
         one = how | {"losses": lambda p, x: losses(p, x)[:1]}
