@@ -16,15 +16,15 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_682  # goal 12,500
-LINES = 23_098  # goal 22,000
-FILES = 189
+CODE_LINES = 13_677  # goal 12,500
+LINES = 23_071  # goal 22,000
+FILES = 188
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
     ("core",): 1_481,  # goal 1,300
-    ("torch_compat",): 1_421,  # goal 1,200
+    ("torch_compat",): 1_395,  # goal 1,200
     ("random",): 790,
     ("solvers",): 1_376,
     ("precision",): 1_088,
@@ -32,7 +32,7 @@ ROOMS = {
     ("aggregation", "aggregators"): 4_393,
     ("optimizers",): 1_151,
     ("engines",): 3_669,
-    ("training",): 2_541,  # goal 2,000
+    ("training",): 2_540,  # goal 2,000
     ("distributed",): 446,
     ("diagnostics", "fronts"): 1_281,  # goal 1,200
     ("testing",): 1_278,

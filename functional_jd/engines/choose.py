@@ -5,6 +5,7 @@ said otherwise. The choice between factors and rows of a layer is in `gramian/pr
 """
 
 from collections.abc import Sequence
+from itertools import tee
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,9 +162,9 @@ def _rows_at_once(point: Any, room: _Room) -> float:
         if most < room.smallest:
             return most
         enough = max(room.between // room.smallest, *inputs)
-        between = largest_gradient(point.outputs, point.inputs, enough)
-        nodes = graph_nodes(point.outputs) if max(inputs) < between <= enough else ()
-        convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
+        nodes, again = tee(graph_nodes(point.outputs))
+        between = largest_gradient(nodes, point.inputs, enough)
+        convolutions = max(inputs) < between <= enough and any(x.name() == "ConvolutionBackward0" for x in again)
     if between <= max(inputs):
         return room.written // max(1, sum(inputs))
     return room.between // (between * room.convolution if convolutions else between)

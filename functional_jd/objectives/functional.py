@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import get_ident
@@ -18,10 +18,10 @@ from torch.torch_version import TorchVersion
 from functional_jd.core.foreach import clone_each
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
-from functional_jd.torch_compat.held_tensors import Held, holder_of, nodes_of
+from functional_jd.torch_compat.held_tensors import Held, UsedParameters, eagerly, holder_of, nodes_of
 from functional_jd.torch_compat.module_parts import ModuleParts
-from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter, eagerly
-from functional_jd.torch_compat.torch_internals import change_count, innermost, is_wrapped, torch_function_disabled
+from functional_jd.torch_compat.torch_internals import change_count, innermost, is_concrete, torch_function_disabled
+from functional_jd.torch_compat.watching import UnchangedParameters, changed_parameter
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
@@ -37,8 +37,8 @@ class Call(NamedTuple):
     def moved(self) -> dict[str, Tensor]:
         """The buffers that were returned with other values, as far as no transform hides them."""
         changed = lambda x, old: x.shape != old.shape or not torch.allclose(x, old, 0, 0, equal_nan=True)
-        pairs = {k: (x, self.buffers[k]) for k, x in self.returned.items()}
-        return {k: x for k, (x, old) in pairs.items() if not (is_wrapped(x) or is_wrapped(old)) and changed(x, old)}
+        known = lambda *pair: all(x.layout is torch.strided and is_concrete(x) for x in pair)
+        return {k: x for k, x in self.returned.items() if known(x, old := self.buffers[k]) and changed(x, old)}
 
 
 LOOKING: ContextVar[list[Call] | None] = ContextVar("LOOKING", default=None)
@@ -156,11 +156,11 @@ class _Applied:
         inside = {place.path: tensors[place.key] for place in parts.places}
         if torch.compiler.is_compiling():
             if TRACED and READS_MODULES:
-                TRACED[-1].extend([(part, dict(part.__dict__)) for part, _ in parts.contents])
+                TRACED[-1].extend([(part, dict(part.__dict__)) for part, *_ in parts.ordinary])
             with UnchangedParameters(given):
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
         else:
-            _refuse_fully_sharded(part for part, _ in parts.contents)
+            _refuse_fully_sharded(part for part, *_ in parts.ordinary)
             before = _marks(params.values())
             output = self._called(parts, Call(given, own, {}), inside, args, kwargs)
             if before != (marks := _marks(params.values())):
@@ -260,7 +260,7 @@ def _tensors_in(output: Any, parts: ModuleParts) -> list[Tensor]:
 _ENDS = (Tensor, nn.Module, type, ModuleType, str, int, float, torch.dtype, torch.device)
 
 
-def _named(what: str, given: Any, names: list[str], method: str) -> State:
+def _named(what: str, given: Any, names: Collection[str], method: str) -> State:
     """The tensors by name, in the order of the module."""
     tensors = [x for x in given.values() if isinstance(x, Tensor)] if isinstance(given, Mapping) else None
     if tensors is None or len(tensors) != len(given):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.callers import here
@@ -18,14 +18,9 @@ _run_backward: Any = private("autograd.graph._engine_run_backward", "backward pa
 _PLAIN = {Tensor, nn.Parameter, GradientEdge}
 
 
-def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
-    """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
-    return nodes_from(filter(None, [y.grad_fn for y in outputs]), {get_gradient_edge(x).node for x in inputs})
-
-
-def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
-    """The nodes that a backward pass from these nodes may visit, without those behind the ends: the next ones first."""
-    found = dict.fromkeys(roots)
+def graph_nodes(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes that a backward pass from tensors or nodes may visit, but none behind the ends: the next ones first."""
+    found = dict.fromkeys(filter(None, [x.grad_fn if isinstance(x, Tensor) else x for x in roots]))
     order: list[Any] = list(found)
     for node in order:  # and what is appended below
         yield node
@@ -36,9 +31,8 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]
 
 
 def leaves_behind(roots: Iterable[Any], ends: Container[Any] = ()) -> dict[int, Tensor]:
-    """The leaf tensors that a backward pass from these nodes reaches, by id."""
-    leaves = (getattr(node, "variable", None) for node in nodes_from(filter(None, roots), ends))
-    return {id(x): x for x in leaves if x is not None}
+    """The leaf tensors that a backward pass from these tensors or nodes reaches, by id."""
+    return {id(x): x for node in graph_nodes(roots, ends) if (x := getattr(node, "variable", None)) is not None}
 
 
 def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
@@ -49,21 +43,27 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     handle: Any = y.register_hook(lambda _: None)
     hooks = len(handle.hooks_dict_ref())  # with those of the user, which gradients that do not pass `y` would miss
     handle.remove()
-    if hooks > 1:
-        return [(y, y)]
     # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch
     # does not say so, the losses are differentiated as one vector.
-    for part, index in node.next_functions:
-        entries: Any = getattr(part, "_input_metadata", ())
-        if len(entries) <= index or entries[index].dtype != y.dtype:
-            return [(y, y)]
+    entries = [getattr(part, "_input_metadata", ())[index : index + 1] for part, index in node.next_functions]
+    if hooks > 1 or not all(x and x[0].dtype == y.dtype for x in entries):
+        return [(y, y)]
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), node.next_functions, strict=True)]
 
 
-def largest_gradient(outputs: list[Tensor], inputs: Sequence[Tensor], enough: float = inf) -> int:
-    """The number of elements of the largest gradient on the way to the inputs, or the first of more than `enough`."""
+def refuse_reentrant(roots: Iterable[Any]) -> None:
+    """Raise for a graph with a reentrant checkpoint: `torch.autograd.grad` may return nothing for its parameters."""
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(roots)):
+        raise ValueError(
+            f"{here()}: checkpoints must have use_reentrant=False, found one with True, whose parameters get no rows. "
+            "Pass use_reentrant=False; in Transformers, gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )
+
+
+def largest_gradient(nodes: Iterable[Any], inputs: Sequence[Tensor], enough: float = inf) -> int:
+    """The number of elements of the largest gradient that these nodes receive, or the first of more than `enough`."""
     # Where torch does not tell, rows go all together.
-    entries = (x for node in graph_nodes(outputs) for x in getattr(node, "_input_metadata", ()))
+    entries = (x for node in nodes for x in getattr(node, "_input_metadata", ()))
     return largest_between((x.shape for x in entries if not x.is_nested_tensor), inputs, enough)
 
 
@@ -71,11 +71,10 @@ def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor], enough: flo
     """The most elements of a shape, those of inputs and their transposes left out, or the first above `enough`."""
     ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
     largest = 0
-    for shape in shapes:
-        if tuple(shape) not in ends and (size := prod(shape)) > largest:
-            largest = size
-            if size > enough:
-                break
+    for size in (prod(shape) for shape in shapes if tuple(shape) not in ends):
+        largest = max(largest, size)
+        if largest > enough:
+            break
     return largest
 
 
@@ -114,7 +113,7 @@ class OwnParameters(TorchFunctionMode):
 
     @cached_property
     def used(self) -> dict[int, Tensor]:
-        return leaves_behind([y.node if isinstance(y, GradientEdge) else y.grad_fn for y in self.outputs])
+        return leaves_behind([y.node if isinstance(y, GradientEdge) else y for y in self.outputs])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

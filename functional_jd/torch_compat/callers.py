@@ -5,6 +5,7 @@ import re
 import sys
 from inspect import currentframe
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, ModuleType
 
 import torch
@@ -26,8 +27,7 @@ def here() -> str:
     optimizer take the name of the function that calls it. Code that torch.compile traces has no stack.
     """
     builder = other = ""
-    frame = None if torch.compiler.is_dynamo_compiling() else currentframe()
-    while frame is not None:
+    for frame, _ in () if torch.compiler.is_dynamo_compiling() else walk_stack(currentframe()):
         file = frame.f_code.co_filename
         if file.startswith(OURS) and (name := _public_name(frame)):
             if name in _SPEAK_FOR_OTHERS:
@@ -38,7 +38,6 @@ def here() -> str:
                 builder = name
         elif (builder or other) and not file.startswith((OURS, TORCH, contextlib.__file__)):
             break
-        frame = frame.f_back
     return builder or other or _ROOT
 
 
@@ -55,7 +54,5 @@ def _public_name(frame: FrameType) -> str:
 
 def user_level() -> int:
     """The `stacklevel` of the nearest caller outside this package and torch."""
-    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((OURS, TORCH)):
-        frame, level = frame.f_back, level + 1
-    return level
+    files = [frame.f_code.co_filename for frame, _ in walk_stack(currentframe())]
+    return next(level for level, file in enumerate([*files, ""]) if not file.startswith((OURS, TORCH)))

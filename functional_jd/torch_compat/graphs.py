@@ -23,11 +23,13 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     from torch.fx.experimental.proxy_tensor import make_fx  # loads much: only when it is called for
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
             warnings.filterwarnings("error", message="Accessing the data pointer of FakeTensor")
             trace: Any = make_fx(f, _forms(inputs), tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
-    except (RuntimeError, UserWarning) as error:
+    except (RuntimeError, TypeError, UserWarning) as error:
+        if isinstance(error, TypeError) and "FakeTensor" not in str(error):
+            raise
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     outputs = graph.graph.output_node().all_input_nodes
     for node in graph.graph.nodes:
@@ -39,6 +41,11 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
         numbers = value.shape if isinstance(value, Tensor) else [value]
         if _SYMBOLS & {*map(type, numbers)} or (node in outputs and getattr(value, "is_meta", False)):
             raise _needs_values(str(node.target))
+    # A fast way that was given up leaves its operators: one that raised returned no value.
+    for node in (x for x in reversed(graph.graph.nodes) if x.op == "call_function" and not x.users):
+        raised = "val" not in node.meta and getattr(getattr(node.target, "_schema", None), "returns", ())
+        if raised or not node.is_impure():
+            graph.graph.erase_node(node)
     return graph
 
 
@@ -85,9 +92,8 @@ def written_bases(graph: fx.GraphModule) -> list[fx.Node]:
     """The nodes whose values one of the operators changes in place, themselves or through a view."""
     found: list[Any] = []
     for node in graph.graph.nodes:
-        if (schema := getattr(node.target, "_schema", None)) is None:
-            continue
-        for index, argument in enumerate(schema.arguments):
+        schema: Any = getattr(node.target, "_schema", None)
+        for index, argument in enumerate(getattr(schema, "arguments", ())):
             moves = schema.name in _BATCH_NORMS and node.args[5]  # in training
             hidden = moves and argument.name.startswith("running_")
             if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
@@ -107,14 +113,12 @@ def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 def base_of(node: Any) -> Any:
     """The node that a node is a view of."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node.target):
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+        if node.target is not getitem and not (arguments and arguments[0].alias_info is not None):
+            break
         node = node.args[0]
     return node
-
-
-def _is_view(target: Any) -> bool:
-    arguments = getattr(getattr(target, "_schema", None), "arguments", ())
-    return target is getitem or (bool(arguments) and arguments[0].alias_info is not None)
 
 
 def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:

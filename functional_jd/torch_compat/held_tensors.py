@@ -1,6 +1,8 @@
-"""The tensors that a module holds: for one thread at a time, and again in the backward pass."""
+"""The tensors that a module holds: for one thread at a time, again in the backward pass, and which it computes with."""
 
-from collections.abc import Callable, Generator, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
 from threading import enumerate as enumerate_threads
@@ -9,9 +11,11 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from functional_jd.torch_compat.autograd_graph import leaves_behind
 from functional_jd.torch_compat.module_parts import Place
-from functional_jd.torch_compat.torch_internals import private, torch_function_disabled
+from functional_jd.torch_compat.torch_internals import innermost, private, torch_function_disabled
 
 # Its `queue_callback` calls a function when the backward pass that runs has ended.
 _engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
@@ -119,10 +123,13 @@ class Held:
             try:
                 self._last()  # Ctrl-C during the pass arrives with the first call of Python
             finally:
-                before.put_back()
-                for handle in handles:
-                    handle.remove()
-                self.holder.give()
+                try:
+                    before.put_back()
+                finally:  # again, if Ctrl-C arrived meanwhile
+                    before.put_back()
+                    for handle in handles:
+                        handle.remove()
+                    self.holder.give()
 
     def _watch_gradient(self, gradient: Tensor) -> None:
         if gradient.grad_fn is not None:
@@ -134,19 +141,19 @@ class _Before:
 
     def __init__(self, held: Held, gradients: bool):
         self.held, self.gradients = held, gradients
-        self.tensors = {place.slot: place.home[place.name] for place in held.places}
+        self.tensors: dict[Any, Any] = {place.slot: place.home[place.name] for place in held.places}
         _SPANS.append(self)
 
     def put_back(self) -> None:
         """Give each place what it held before. With several calls in one pass, the first one ends first."""
+        if self not in _SPANS:
+            return
         later = _SPANS[_SPANS.index(self) + 1 :]
-        _SPANS.remove(self)
         for place, x in zip(self.held.places, self.tensors.values(), strict=True):
             others = [span for span in later if place.slot in span.tensors] if later else None
-            if others:
-                others[0].tensors[place.slot] = x
-            else:
-                place.home[place.name] = x
+            home, at = (others[0].tensors, place.slot) if others else (place.home, place.name)
+            home[at] = x
+        _SPANS.remove(self)
 
 
 class _EitherOfTwo:
@@ -160,6 +167,49 @@ class _EitherOfTwo:
         )
 
 
+class UsedParameters(TorchFunctionMode):
+    """A mode that sees which `own` parameters a module computes with, frozen ones too. `start`: what it is given."""
+
+    def __init__(self, own: dict[str, Tensor], start: Iterable[Tensor]):
+        super().__init__()
+        inside = [innermost(x) for x in start]
+        given = set(map(id, inside))
+        self.names = {id(x): name for name, x in own.items() if id(x) not in given}
+        self.ends = {x.grad_fn for x in inside}
+        self.used: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _CONSTANTS and isinstance(result, Tensor | tuple | list):
+            several = (x if isinstance(x, tuple | list) else (x,) for x in (*args, *kwargs.values()))
+            self.used += [self.names[id(x)] for some in several for x in some if id(x) in self.names]
+        return result
+
+    def found(self, outputs: Iterable[Tensor]) -> list[str]:
+        """The names of those that were used, or that the graph of these outputs reaches, as in scripted layers."""
+        leaves = leaves_behind(map(innermost, outputs), self.ends)
+        return self.used + [self.names[x] for x in leaves if x in self.names]
+
+
+@contextmanager
+def eagerly() -> Generator[None]:
+    """A time without compiled code, in which a mode sees nothing. Torch has one stance for all threads: the first to
+    enter sets it, and the last to leave puts it back. Before the slow import of the compiler there is none.
+    """
+    with _LOCK:
+        needed = "torch._dynamo" in sys.modules and not any(_STANCES)
+        _STANCES.append(torch.compiler.set_stance("force_eager") if needed else None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if (stance := _STANCES.pop()) is not None:
+                stance.__exit__(None, None, None)
+
+
 _HOLDERS: WeakKeyDictionary[nn.Module, Holder] = WeakKeyDictionary()
-_LOCK = Lock()
+_LOCK, _STANCES = Lock(), list[Any]()
 _SPANS: list[_Before] = []  # those that last, in the order in which they began
+# A parameter that is detached is meant as a constant.
+_CONSTANTS: set[Any] = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # pyright: ignore

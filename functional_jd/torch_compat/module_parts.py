@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class Place(NamedTuple):
     """The place of a tensor in a module."""
 
-    home: dict[str, Any]  # the parameters, or the buffers, of one part of the module
+    home: dict[Any, Any]  # the parameters, or the buffers, of one part of the module
     name: str  # in `home`
     path: str  # the dotted name
     key: str  # the first of the dotted names of this tensor
@@ -22,7 +22,7 @@ class ModuleParts:
     """The parts of a module, read once: places of tensors, embeddings, recurrent layers, and the ids of all parts."""
 
     def __init__(self, module: nn.Module):
-        self.param_names = [name for name, _ in module.named_parameters()]
+        self.param_names = dict.fromkeys(name for name, _ in module.named_parameters())
         self.buffer_names = [name for name, _ in module.named_buffers()]
         named = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
         parts = dict(module.named_modules())
@@ -46,30 +46,27 @@ class ModuleParts:
         self.attributes = [vars(part) for part in ordinary]
         are_torchs = [type(part).__module__.startswith("torch.nn.modules.") for part in ordinary]
         self.known = [own and _has_settings(x) and len(vars(x)) for own, x in zip(are_torchs, ordinary, strict=True)]
-        self.contents = [(part, _contents(part)) for part in ordinary]
-        self.buffers = [
-            (part, home := part._buffers, set(home), {name for name, x in home.items() if x is not None})  # pyright: ignore[reportPrivateUsage]
+        self.ordinary = [
+            (part, _contents(part), {name: x is not None for name, x in part._buffers.items()})  # pyright: ignore[reportPrivateUsage]
             for part in ordinary
         ]
         functions = [str(x.__module__) for part in parts.values() for x in vars(part).values() if callable(x)]
-        whole = all(are_torchs) and len(ordinary) == len(parts)
+        whole = len(ordinary) == len(parts) and all(are_torchs)
         self.are_torchs = whole and all(name.startswith("torch.") for name in functions)
 
     def check(self) -> None:
         """Raise if a part has other parameters or children than before, or saves a new buffer; other new buffers go."""
-        for part, contents in self.contents:
+        for part, contents, before in self.ordinary:
             if _contents(part) != contents:
                 raise ValueError(
                     "functional: expected the module as it was when functional(module) was called, found other parts "
                     f"or parameters in its {type(part).__name__}. Call functional again."
                 )
-        for part, home, registered, known in self.buffers:
-            if len(home) == len(known):
-                continue
-            for name in [name for name, x in home.items() if x is not None and name not in known]:
+            home = part._buffers  # pyright: ignore[reportPrivateUsage]
+            for name in [name for name, x in home.items() if x is not None and not before.get(name)]:
                 saved = name in part.state_dict()
                 del home[name]
-                if name in registered:
+                if name in before:
                     home[name] = None
                 if saved:
                     raise ValueError(
@@ -85,24 +82,19 @@ class ModuleParts:
 
     def own_parameters(self) -> dict[str, Tensor]:
         """The parameters that the module has now, by name."""
-        names = set(self.param_names)
-        return {place.key: place.home[place.name] for place in self.places if place.key in names}
+        return {place.key: place.home[place.name] for place in self.places if place.key in self.param_names}
 
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
         changed = (x for x, known in zip(self.attributes, self.known, strict=True) if len(x) != known)
-        return _tensors_in(value for x in changed for value in _own_values(x))
+        return _tensors_in(x[name] for x in changed for name in {*x} - _STANDARD)
 
 
 def _has_settings(part: nn.Module) -> bool:
     """Whether a layer of torch has only attributes that its class declares, without tensors: new ones hold those."""
     declared = {x for kind in type(part).__mro__ for at in _DECLARED for x in vars(kind).get(at, ())}
-    return {*vars(part)} <= declared | _STANDARD and not _tensors_in(_own_values(vars(part)))
-
-
-def _own_values(attributes: dict[str, Any]) -> Iterable[Any]:
-    """The values without those that every module has, which hold no tensors of the forward pass."""
-    return map(attributes.__getitem__, {*attributes} - _STANDARD)
+    own = {*vars(part)} - _STANDARD
+    return own <= declared and not _tensors_in(map(vars(part).get, own))
 
 
 def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:
@@ -122,5 +114,5 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 _LONG, _DECLARED = 1000, ("__annotations__", "__constants__")
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, deque))
-_STANDARD = frozenset(vars(nn.Module()))
+_STANDARD = frozenset(vars(nn.Module()))  # attributes of every module, which hold no tensors of the forward pass
 _HOOKS = ["forward", *(name for name in _STANDARD if "forward" in name and name.endswith("hooks"))]

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,31 +36,28 @@ class RecomputedMode(TorchFunctionMode):
         if hook is self.seen:
             return
         self.seen = hook
-        frame = None if hook is None or hook is self.around else _frame_of(hook)
-        if frame is not None:
-            if not isinstance(frame.recompute_fn, _Recomputation):
-                frame.recompute_fn = _Recomputation(frame.recompute_fn)
-            known, own = frame.recompute_fn.contexts, {id(self): self.again()}
-            if id(self) not in known:
-                frame.recompute_fn.contexts = own | known if innermost else known | own
+        if hook is None or hook is self.around or hook.__qualname__.startswith("_recomputation_hook"):  # runs again
+            return
+        frame: Any = inspect.getclosurevars(hook).nonlocals.get("frame")  # torch's record of the checkpoint
+        if not hasattr(frame, "recompute_fn"):
+            Missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)()
+        own = getattr(frame.recompute_fn, "func", None) is _run_under
+        run, known = frame.recompute_fn.args if own else (frame.recompute_fn, {})
+        if id(self) not in known:
+            new = {id(self): self.again()}
+            frame.recompute_fn = partial(_run_under, run, new | known if innermost else known | new)
 
     def again(self) -> Callable[[], TorchFunctionMode]:
         """The maker of the mode in which a checkpoint runs again. It must not hold this mode, which may keep graphs."""
         return type(self)
 
 
-class _Recomputation:
-    """The function of a checkpoint, as torch runs it again: under the contexts, the inner ones first."""
-
-    def __init__(self, run: Callable[..., None]):
-        self.run = run
-        self.contexts: dict[Any, Callable[[], AbstractContextManager[Any]]] = {}
-
-    def __call__(self, *args: Any) -> None:
-        with ExitStack() as stack:
-            for context in reversed(self.contexts.values()):
-                stack.enter_context(context())
-            self.run(*args)
+def _run_under(run: Callable[..., None], modes: dict[int, Callable[[], TorchFunctionMode]], *args: Any) -> None:
+    """Run the function of a checkpoint again, under these modes, the inner ones first."""
+    with ExitStack() as stack:
+        for mode in reversed(modes.values()):
+            stack.enter_context(mode())
+        run(*args)
 
 
 def in_checkpoint() -> bool:
@@ -80,13 +78,3 @@ def _checkpoint_hook() -> Any:
     hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
     pack = None if hooks is None else hooks[0]
     return pack if getattr(pack, "__module__", None) == torch_checkpoint.__name__ else None
-
-
-def _frame_of(pack: Any) -> Any:
-    """The record that torch keeps of the checkpoint whose hook this is; None for one that runs again."""
-    if pack.__qualname__.startswith("_recomputation_hook"):
-        return None
-    frame = inspect.getclosurevars(pack).nonlocals.get("frame")
-    if not hasattr(frame, "recompute_fn"):
-        Missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)()
-    return frame

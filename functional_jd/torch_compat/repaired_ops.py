@@ -11,8 +11,7 @@ from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.torch_internals import function_name, is_hidden, traceable, under_transform
 
-_FEW_POINTS = 25
-"""Up to so many points torch takes no matrix products by itself."""
+_FEW_POINTS = 25  # up to this number, torch takes no matrix products by itself
 
 
 def refuse_batched_distances(outputs: list[Tensor]) -> None:
@@ -25,9 +24,8 @@ def refuse_batched_distances(outputs: list[Tensor]) -> None:
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
     """`torch.cdist` for transforms, in a form that they differentiate rightly: to rounding, if it takes no products."""
-    products = compute_mode == "use_mm_for_euclid_dist"
-    if compute_mode == "use_mm_for_euclid_dist_if_necessary":
-        products = max(x1.shape[-2:-1] + x2.shape[-2:-1], default=0) > _FEW_POINTS
+    many = max(x1.shape[-2:-1] + x2.shape[-2:-1], default=0) > _FEW_POINTS
+    products = compute_mode == "use_mm_for_euclid_dist" or (many and compute_mode.endswith("_if_necessary"))
     if not under_transform() or min(x1.ndim, x2.ndim) < 2 or (p == 2 and products):
         return torch.cdist(x1, x2, p, compute_mode)
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)

@@ -66,9 +66,8 @@ pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered contain
 innermost = torch.func.debug_unwrap
 """The tensor inside the wrappers of torch.func's transforms."""
 
-REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 GRAD_FN: Any = Tensor.grad_fn.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-GRAPH_ATTRIBUTES = (REQUIRES_GRAD, GRAD_FN)
+GRAPH_ATTRIBUTES: tuple[Any, ...] = (Tensor.requires_grad.__get__, GRAD_FN)  # pyright: ignore
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
 
@@ -112,13 +111,10 @@ def differentiates() -> bool:
 @constant_while_tracing
 def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
     """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
-    found: list[tuple[int, int, str]] = []
-    for interpreter in _interpreters() or ():
-        if interpreter.level() > level and interpreter.key().name == "Vmap":
-            vmap = json.loads(interpreter.serialize())["meta"]["Vmap"]
-            randomness = ("error", "same", "different")[vmap["randomness"]]
-            found.append((interpreter.level(), vmap["batchSize"], randomness))
-    return found
+    vmaps = [x for x in _interpreters() or () if x.level() > level and x.key().name == "Vmap"]
+    told = [json.loads(x.serialize())["meta"]["Vmap"] for x in vmaps]
+    kinds = ("error", "same", "different")
+    return [(x.level(), vmap["batchSize"], kinds[vmap["randomness"]]) for x, vmap in zip(vmaps, told, strict=True)]
 
 
 def zero_of_members(device: torch.device) -> Tensor:

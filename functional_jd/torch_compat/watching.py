@@ -15,6 +15,7 @@ from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.repaired_ops import BATCH_NORMS, REPAIRED, refuse_statistics_of_one
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
+    function_name,
     graph_attribute,
     is_wrapped,
     traceable,
@@ -48,14 +49,27 @@ _CHOOSING: dict[Any, tuple[str, Any, str]] = {
     _F.embedding_bag: ("input weight offsets max_norm", None, "weight"),
 }
 _WITH_FLAG = {f for f in vars(_F).values() if "inplace" in getattr(getattr(f, "__code__", None), "co_varnames", ())}
-_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
+_OPERATORS = (
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+    "setitem",
+)
 _METHODS = [name for name in dir(Tensor) if name.endswith("_") and name[0] != "_" and name != "requires_grad_"]
 IN_PLACE_NAMES = frozenset([*_METHODS, *(f"__{name}__" for name in _OPERATORS if hasattr(Tensor, f"__{name}__"))])
 """The names of methods that change the values of their tensor."""
 _IN_PLACE = {
     *(getattr(Tensor, name) for name in IN_PLACE_NAMES),
-    *(f for home in (torch, _F, nn.init) for name, f in vars(home).items() if name[-1] == "_" != name[0]),
-    *(f for name, f in vars(torch).items() if name.startswith("_foreach_") and name[-1] == "_"),
+    *(f for home in (torch, _F, nn.init) for name, f in vars(home).items() if name[-1] == "_" != name[-2:-1]),
 }
 
 
@@ -128,6 +142,28 @@ class Watch(TorchFunctionMode):
                 "computes wrongly there. Write torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)."
             )
         return self.forms.get(func, func)(*args, **kwargs)
+
+
+class UnchangedParameters(TorchFunctionMode):
+    """A mode, for torch.compile, that raises where an op changes one of these parameters in place."""
+
+    def __init__(self, params: dict[str, Tensor]):
+        super().__init__()
+        self.params = params
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = traceable(func)
+        for name, x in self.params.items():  # first: torch.compile cannot read the name of a checkpoint
+            if args and args[0] is x and function_name(func) in IN_PLACE_NAMES:
+                raise changed_parameter(name)
+        return func(*args, **(kwargs or {}))
+
+
+def changed_parameter(name: str) -> ValueError:
+    return ValueError(
+        f"functional: forward must leave its parameters, found that it has changed {name!r} in place. Make it a "
+        "buffer, which comes back as a result, or compute with another tensor."
+    )
 
 
 def watched(

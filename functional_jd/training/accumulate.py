@@ -134,7 +134,7 @@ def _check_examples(plan: Plan, skip: str, group: Any) -> None:
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
     wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
-    if wrong and (plan.kind.rows_are_examples or plan.kind.several_sets):
+    if wrong and plan.kind.rows_are_examples:
         raise ValueError(
             f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
             "use step with replicated(group=group)."
@@ -200,8 +200,7 @@ class _Run(NamedTuple):
                 )
             if self.skipping:
                 flags = torch.ones_like(plan.scale_state.scale, dtype=torch.bool) if finite is None else finite
-                own = verdict_of(plan.scale_state, flags, values)
-                known = all_finite(values)
+                own, known = verdict_of(plan.scale_state, flags, values), all_finite(values)
                 verdicts.append([own.finite, flags | ~known, known, own.moved])
                 found, values = zeros_unless(own.moved, (found, values))
                 buffers = select(own.moved, buffers, before)

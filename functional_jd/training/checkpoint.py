@@ -32,8 +32,7 @@ def to_checkpoint(
     Args:
         state: from `train_state` or `step`, or any pytree of tensors.
         aggregator, optimizer: those that made the state, whose names are written: states of some are equal.
-        whole: whether `DTensor`s are gathered, on all ranks at the same time, for safetensors and for `torch.save` by
-            one rank.
+        whole: whether `DTensor`s are gathered, on all ranks at one time, for safetensors or `torch.save` by one rank.
 
     Returns:
         A dict of tensors, for `torch.save`, safetensors or `torch.distributed.checkpoint`: copies, detached, contiguous
@@ -111,7 +110,7 @@ def from_checkpoint(
             like_this = f"{leaf.dtype} {list(leaf.shape)} in {name!r}, as in `like`"
             _refuse(like_this, f"{found.dtype} {list(found.shape)}", _START)
         # The strides of `like`, which decide how some ops round; `like` may have no memory at all.
-        target = torch.empty_like(found if leaf.is_meta else leaf, requires_grad=False)
+        target = torch.empty_like(found if leaf.is_meta else leaf)
         leaves.append(target.copy_(laid_out_as(found.detach(), target)))
     return structure.unflatten(leaves)
 

@@ -23,7 +23,7 @@ from functional_jd.objectives.buffers import is_key
 from functional_jd.objectives.functional import noting_calls
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.autograd_graph import leaves_behind, nodes_from
+from functional_jd.torch_compat.autograd_graph import graph_nodes, leaves_behind, refuse_reentrant
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
@@ -89,15 +89,15 @@ def check_learning(
             )
     trunk = tree_leaves(kind.row_params(plan.losses, params))
     unreached, reached = _check_reached(values, points, trunk, constant, training)
+    refuse_reentrant(nodes if unlearned else ())
     if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
         warn(
             f"{here()}: no loss reaches {few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
         )
     # Rules by groups alone need them; other ranks and examples may have other graphs.
-    if plan.groups is None or mesh is not None or kind.rows_are_examples:
-        return []
-    return [tuple(i for i, leaves in enumerate(reached) if not leaves or id(x) in leaves) for x in trunk]
+    known = trunk if plan.groups is not None and mesh is None and not kind.rows_are_examples else []
+    return [tuple(i for i, leaves in enumerate(reached) if not leaves or id(x) in leaves) for x in known]
 
 
 def check_linear(plan: Plan) -> None:
@@ -122,7 +122,7 @@ def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], tra
             f"{here()}: parameters must be in float32 to be trained, found float16 in {few(half)}, where steps "
             "below 5e-4 of a weight are lost. Keep them in float32, and take autocast(losses)."
         )
-    gradients = (x for node in nodes_from(nodes) for x in getattr(node, "_input_metadata", ()))
+    gradients = (x for node in graph_nodes(nodes) for x in getattr(node, "_input_metadata", ()))
     if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
         warn(
             f"{here()}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
@@ -132,8 +132,8 @@ def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], tra
 
 def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]], buffers: Tree) -> None:
     """Raise for losses that change buffers or parameters in place, also by `.data`, and tensors given to modules."""
-    noted = [(x, old) for x, _, old in journal.before.values() if old is not None]
-    written = {_memory(x) for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())} - {None}
+    noted = [(x.detach(), old) for x, _, old in journal.before.values() if old is not None and _memory(x)]
+    written = {_memory(x) for x, old in noted if not torch.equal(x.nan_to_num(), old.nan_to_num())}
     for name, x in [*named, *zip(tree_names(buffers), tree_leaves(buffers), strict=True)]:
         if _memory(innermost(x)) in written:
             raise ValueError(
@@ -171,14 +171,15 @@ def _check_reached(
 def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tree) -> None:
     """Warn of running statistics that normalization moved, and of other buffers, that the losses do not return."""
     used = returned, [call.buffers for call in calls if call.moved()]  # by a later call, too
-    kept = [x for x in tree_leaves(used) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    memory = {_memory(x) for x in kept} - {None}  # a row of a returned buffer comes back with it
+    kept = [x for x in tree_leaves(used) if isinstance(x, Tensor) and x.layout is torch.strided]  # pyright: ignore[reportUnnecessaryIsInstance]
+    memory = set(map(_memory, kept)) - {None}  # a row of a returned buffer comes back with it
 
     def is_lost(x: Tensor) -> bool:
         return _memory(x) not in memory and not any(x.shape == y.shape and torch.equal(x, y) for y in kept)
 
     moved = {name: x for call in calls for name, x in call.moved().items()}
-    averages = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
+    pairs = [(x, cast(Tensor, journal.before[id(x)][2])) for x in journal.averages if _memory(x)]
+    averages = [x for x, old in pairs if not torch.equal(x, old)]
     lost = ["the running statistics that normalization moves"] * any(map(is_lost, averages))
     lost += [f"the buffer {name!r}, which its module moves" for name, x in moved.items() if is_lost(x)]
     if lost:
@@ -192,7 +193,8 @@ def _warn_of_lost_buffers(journal: StateJournal, calls: list[Any], returned: Tre
 def _warn_of_buffers_without_noise(before: Tree, after: Tree) -> None:
     """Warn of buffers that the losses of an example move, except for keys: they get no noise."""
     pairs = zip(tree_names(after), tree_leaves(before), tree_leaves(after), strict=False)
-    moved = [n for n, x, y in pairs if not (is_key(n, x, before) or torch.equal(x.nan_to_num(), y.nan_to_num()))]
+    pairs = [(n, x, y) for n, x, y in pairs if _memory(x) and not is_key(n, x, before)]
+    moved = [n for n, x, y in pairs if not torch.equal(x.nan_to_num(), y.nan_to_num())]
     if moved:
         warn(
             f"{here()}: the losses of noised training move the buffer {moved[0]!r}, which gets no noise. Keep no "
@@ -201,7 +203,8 @@ def _warn_of_buffers_without_noise(before: Tree, after: Tree) -> None:
 
 
 def _memory(x: Tensor) -> int | None:
-    return x.untyped_storage().data_ptr() if type(x) in PLAIN_TENSORS and x.numel() else None
+    plain = type(x) in PLAIN_TENSORS and x.layout is torch.strided and x.numel()
+    return x.untyped_storage().data_ptr() if plain else None
 
 
 def _place(x: Tensor) -> Any:
@@ -257,6 +260,6 @@ def keys_of(state: Tree) -> list[Tensor]:
 
 
 def check_buffers(buffers: Tree) -> None:
-    """Raise for buffers with a leaf that is not a tensor."""
-    if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
+    """Raise for buffers that are None, or with a leaf that is not a dense tensor."""
+    if buffers is None or not all(isinstance(x, Tensor) and x.layout is torch.strided for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("buffers", "a pytree of dense tensors", buffers, "Pass sparse ones in the batch, and () for none.")

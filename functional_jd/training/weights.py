@@ -25,7 +25,7 @@ from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.autograd_graph import to_dense
+from functional_jd.torch_compat.autograd_graph import refuse_reentrant, to_dense
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of
 from functional_jd.training.driver import observe, prepare, remembered, weighed
@@ -150,8 +150,7 @@ class Weighed(NamedTuple):
     Attributes:
         weights: as in `FoundWeights`, and constants.
         state: what the rule remembers, for the next call; what was given, where a loss or a weight is not finite.
-        finite: bool with the scale's shape, `[m]` without a scale: which losses and rows are finite, for
-            `update_scale`.
+        finite: bool like the scale, `[m]` without one: which losses and rows are finite, for `update_scale`.
     """
 
     weights: Tensor
@@ -243,6 +242,7 @@ def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses
         return to_dense(torch.autograd.grad(ys, points, cotangents, retain_graph=True, allow_unused=True))
 
     found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
+    refuse_reentrant(y for y in outputs if any(row is None for row in found))
     if all(row is None for row in found):
         raise ValueError(
             f"{here()}: losses must depend on the parameters or features given, found no loss that does. Pass the "

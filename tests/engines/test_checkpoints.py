@@ -208,6 +208,24 @@ def test_reentrant_checkpoints_raise_torchs_error(kind, engine):
         found_by(engine, losses, params, X[0])
 
 
+def test_reentrant_checkpoints_whose_parameters_no_pass_reaches_raise():
+    points, x = (torch.ones(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)), X[0].clone().requires_grad_()
+
+    def losses(points, x):
+        inside, outside = points
+        hidden = checkpoint(lambda x: x @ inside.sin(), x.requires_grad_(), use_reentrant=True)
+        return (hidden * outside).square().sum(0)
+
+    own, how = tuple(p.detach() for p in points), {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    for call in (
+        lambda: fj.weigh(losses(points, x), points, fj.upgrad()),
+        lambda: fj.train_state(own, x, losses=losses, **how),
+        lambda: fj.weights_fn(losses, fj.upgrad())(own, x),
+    ):
+        with pytest.raises(ValueError, match="checkpoints must have use_reentrant=False, found one with True"):
+            call()
+
+
 @every_engine
 @pytest.mark.parametrize("checkpoints", ["each", "nested"])
 def test_own_parameters_that_run_again_raise_with_the_cure(checkpoints, engine):

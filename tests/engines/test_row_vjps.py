@@ -127,15 +127,15 @@ def test_the_graph_tells_its_nodes_and_its_widest_gradient():
     y = (x @ w).tanh()
     found = [node.name() for node in graph_nodes([y, y, x])]
     assert found == ["TanhBackward0", "MmBackward0", "torch::autograd::AccumulateGrad"]
-    assert largest_gradient([y], (w,)) == 6
-    assert largest_gradient([y], ()) == 150
-    assert largest_gradient([(x @ w.mT.mT.mT.mT).sum()], (w,)) == 6
-    assert ([*graph_nodes([x])], largest_gradient([], ())) == ([], 0)
+    assert largest_gradient(graph_nodes([y]), (w,)) == 6
+    assert largest_gradient(graph_nodes([y]), ()) == 150
+    assert largest_gradient(graph_nodes([(x @ w.mT.mT.mT.mT).sum()]), (w,)) == 6
+    assert ([*graph_nodes([x])], largest_gradient(graph_nodes([]), ())) == ([], 0)
     deep = y + y
     for _ in range(40):  # 2 ** 40 paths
         deep = deep + deep
     assert len([*graph_nodes([deep])]) == 44
-    assert [largest_gradient([deep.sum()], (), enough) for enough in (0, 5, 6)] == [1, 6, 150]
+    assert [largest_gradient(graph_nodes([deep.sum()]), (), enough) for enough in (0, 5, 6)] == [1, 6, 150]
     assert next(graph_nodes([deep])).name() == "AddBackward0"  # whoever has seen enough walks no further
 
 

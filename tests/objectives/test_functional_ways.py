@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
-from functional_jd.torch_compat.own_parameters import eagerly
+from functional_jd.torch_compat.held_tensors import eagerly
 
 
 class Base(nn.Module):

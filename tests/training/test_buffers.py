@@ -270,7 +270,9 @@ def test_what_does_not_fit_is_named():
         begin(lambda p: (p, start), buffers=start, has_aux=True)
     with pytest.raises(TypeError, match=r"with has_aux=True the losses must return \(losses, aux\), found Tensor"):
         begin(lambda p: p, has_aux=True)
-    state = begin(lambda p: (p, start), buffers=start)
+    state = begin(lambda p: (p, start), buffers=(given := fj.core.tree.tree_map(torch.clone, start)))
+    given["n"].add_(1)
+    assert state.buffers["n"] == 0  # in memory of their own
     for changed, words in (
         ({"a": torch.zeros(3)}, r"found torch.float32 \[3\] in 'a', expected torch.float32 \[2\]"),
         ({"n": torch.tensor(0.0)}, r"found torch.float32 \[\] in 'n', expected torch.int64 \[\]"),
@@ -287,6 +289,9 @@ def test_what_does_not_fit_is_named():
             fj.train_state(
                 params, x, buffers=start, **how(lambda p, b, x, write=write: (p, b | {"new": write(b)} and b))
             )
+    for wrong in (None, {"a": torch.eye(2).to_sparse()}):
+        with pytest.raises(TypeError, match="train_state: buffers must be a pytree of dense tensors, found"):
+            begin(lambda p, own=wrong: (p, own), buffers=wrong)
     trunk = {"shared": params, "heads": ()}
     for features, found in ((lambda p, b, x: p * x, "Tensor"), (lambda p, b, x: (p * x, b, b), "tuple")):
         tasks = fj.multitask(features, lambda own, h, b, x: (h, b))

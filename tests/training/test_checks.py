@@ -282,9 +282,13 @@ class Clipped(Unit):
 def test_a_check_takes_other_backward_passes_for_linear(dtype):
     """Each evaluation draws another mask: both gradients are of one. What clips is found at a scale that it clips."""
     p, x = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=dtype)}, torch.tensor([1.0, 0.5, 0.1], dtype=dtype)
+    p["none"] = x[:0]
 
     def losses(p, x):
-        masked, part = functional.dropout(p["w"], 0.5).exp().sum(), (x.sum() * p["w"][:1]).abs().log().sum()
+        masked, part = (
+            functional.dropout(p["w"], 0.5).exp().sum() + p["none"].sum(),
+            (x.sum() * p["w"][:1]).abs().log().sum(),
+        )
         return {"c": Clipped.apply(p["w"] * x).square().sum(), "d": masked, "e": part}
 
     fj.check(losses, p, x)  # no warning
@@ -325,6 +329,14 @@ def test_a_check_of_half_precision_says_nothing_of_what_a_scale_keeps():
     p, x = {"w": torch.randn(8, 16) / 3}, torch.randn(64, 8)
     for start in (2.0**12, 2.0**16, 2.0**30):
         fj.check(f, p, x, scale=fj.scale_state(start, shape=2))  # no warning
+
+
+def test_a_module_may_have_a_sparse_buffer():
+    net = nn.Linear(2, 2)
+    net.register_buffer("adjacent", torch.eye(2).to_sparse())
+    params, buffers = {name: p.detach() for name, p in net.named_parameters()}, dict(net.named_buffers())
+    losses = lambda p, x: (buffers["adjacent"] @ fj.functional(net)(p, buffers, x)[0]).square().mean(0)
+    fj.train_state(params, torch.ones(2, 2), losses=losses, aggregator=fj.mean(), optimizer=fj.sgd(0.1))  # no warning
 
 
 def test_float16_parameters_are_named_and_other_errors_of_losses_are_their_own():

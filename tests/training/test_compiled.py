@@ -430,6 +430,42 @@ def test_arguments_are_checked():
         graph_of(lambda x, how: x)(X, how={"names": {1}})
 
 
+@pytest.mark.parametrize("cell", [torch.nn.GRUCell(3, 5), torch.nn.RNN(3, 5)])
+def test_examples_that_vmap_does_not_take_compile_one_by_one(cell):
+    first = lambda found: found if isinstance(found, torch.Tensor) else first(found[0])
+    loss = lambda p, x: first(torch.func.functional_call(cell, p, (x[None],))).square().sum()
+    params, f = {name: p.detach() for name, p in cell.named_parameters()}, jd.jacobian_fn(jd.per_example(loss))
+    with pytest.warns(jd.SlowPathWarning):
+        found, expected = graph_of(f)(params, X[0]), f(params, X[0])
+    check_same(found, expected)
+
+
+def test_a_start_compiles_with_what_its_losses_move_and_in_anomaly_mode():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    params, apply = {name: p.detach() for name, p in net.named_parameters()}, jd.functional(net)
+
+    def moved(p, b, x):
+        found, b = apply(p, b, x)
+        return (found - 1).square().mean(0), b
+
+    def two(params, buffers, x):
+        method = COMMON | {"losses": moved}
+        state, _ = jd.step(jd.train_state(params, x, buffers=buffers, **method), x, **method)
+        return state, jd.accumulate(moved, [(x,)], params=params, aggregator=jd.upgrad(), buffers=buffers).direction
+
+    given = params, dict(net.named_buffers()), X[0]
+    with torch.autograd.set_detect_anomaly(True):
+        check_same(graph_of(two)(*given), two(*given))
+
+
+def test_operators_that_return_nothing_stay():
+    def f(x):
+        torch._foreach_add_(many := [2 * x, 3 * x], 1.0)
+        return many[0] + many[1]
+
+    equal(graph_of(f)(X), f(X))
+
+
 def test_many_graphs_are_told():
     f = graph_of(lambda x, rate: rate * x)
     for n in range(1, 8):  # without a warning

@@ -55,6 +55,7 @@ STARTED = {
     "dict": (lambda p, x: {"a": output(p, x).sum(), "b": p["v"].sum()}, True),
     "stack": (lambda p, x: torch.stack([output(p, x).sum(), p["v"].sum()]), True),
     "vector": (lambda p, x: output(p, x).square().mean(1), True),
+    "stacked vectors": (lambda p, x: torch.stack([output(p, x).mean(0), p["v"]]), True),
     "checkpoint": (lambda p, x: checkpoint(output, p, x, use_reentrant=False).mean(0), True),
     "bfloat16": (lambda p, x: output(p, x).bfloat16().mean(0), True),
     "examples": (fj.per_example(lambda p, x: output(p, x).square().sum()), True),
@@ -100,8 +101,8 @@ def test_a_trunk_or_a_head_that_is_called_directly_is_told(kind):
 
 def test_the_graph_of_a_vector_of_losses_is_searched_once(monkeypatch):
     """Once for each of 2,000 residuals took as long as hundreds of steps."""
-    searches, search = [], checks.nodes_from
-    monkeypatch.setattr(checks, "nodes_from", lambda roots: searches.append(roots) or search(roots))
+    searches, search = [], checks.graph_nodes
+    monkeypatch.setattr(checks, "graph_nodes", lambda roots: searches.append(roots) or search(roots))
     begin(lambda p, x: (x.repeat(400, 1) @ p["w"]).flatten(), {"w": torch.ones(3, 1)})
     assert len(searches) < 5
 

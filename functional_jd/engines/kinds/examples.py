@@ -26,7 +26,7 @@ from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
 from functional_jd.precision.loss_scale import unscaled_rows
 from functional_jd.random import split
 from functional_jd.torch_compat.callers import here
-from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
+from functional_jd.torch_compat.slow_path import attempt, random_state
 from functional_jd.torch_compat.watching import StateJournal, Watch
 
 
@@ -124,11 +124,9 @@ def weighted(losses: PerExample | ExampleSets, args: Args, plan: Plan) -> FoundW
                     "numbers, found neither (activation checkpointing with dropout?). Take rows, step(..., "
                     "engine='jacobian'), which evaluates and differentiates one example after the other."
                 )
-            journal, now = StateJournal(), random_state()
-            with around(), Watch(journal):
+            with around(), Watch(journal := StateJournal()):
                 gradient = evaluated(losses.one_by_one).pullback(cotangent, last=last)
             journal.undo()
-            set_random_state(now)
             return gradient
 
         instead = "evaluates the losses again, example by example, and differentiates that"

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from functional_jd.aggregation.combine import products_of_rows
 from functional_jd.core.float64 import widest
@@ -209,7 +210,7 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
     leaves = [x for x in values if x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
     trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}
-    for node in graph_nodes(leaves, features):
+    for node in graph_nodes(leaves, {get_gradient_edge(x).node for x in features}):
         if node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves:
             raise ValueError(
                 f"{here()}: the losses of multitask heads must depend on the trunk by its features only, found "
