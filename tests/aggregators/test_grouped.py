@@ -314,6 +314,8 @@ def test_a_head_that_starts_at_zero_and_a_task_without_labels_reach_their_group(
     # Zeros of this step only: no warning, and the row counts as soon as there is one.
     state = jd.train_state(TWO_ONES, **by_groups(losses=lambda p: in_part(p, 0.0)))
     assert state.aggregator["some"] == {(1, 2): ()}
+    below = lambda p: torch.stack([(p["all"] * p["some"].sum() - c).square().sum() for c in (1, -2, 3)])
+    jd.train_state({"all": torch.ones(2), "some": torch.zeros(2)}, **by_groups(losses=below))  # zeros of all
 
     def without_labels(p):
         both = (p["all"] + p["some"]).exp().sum()

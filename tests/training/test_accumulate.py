@@ -82,6 +82,8 @@ def test_parts_give_the_direction_of_the_whole_batch(kind, shape):
 def test_any_number_of_parts_gives_one_direction(n, rule, kind):
     losses, params = KINDS[kind]
     split = [(X[i::n][: 12 // n], Y[i::n][: 12 // n]) for i in range(n)] if 12 % n == 0 else parts(1)
+    if kind == "per_example":  # of any size
+        split = [*zip(X.tensor_split(n), Y.tensor_split(n), strict=True)]
     found, expected = (jd.accumulate(losses, p, params=params, aggregator=rule_of(rule)) for p in (split, parts(1)))
     check_same(found.direction, expected.direction)
 
@@ -152,12 +154,16 @@ def test_a_part_that_is_not_finite_can_be_left_out_alone(kind, rule, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_means_of_losses_in_half_precision_neither_drift_nor_overflow(dtype):
+def test_means_of_losses_and_rows_in_half_precision_neither_drift_nor_overflow(dtype):
     half = lambda p, x: (p["w"] * x).mean().to(dtype)
     how = {"params": {"w": torch.tensor([29952.0])}, "aggregator": jd.famo(), "scale": jd.scale_state(1.0)}
     found = jd.accumulate(half, [(torch.ones(1),)] * 512, **how)
     assert found.moved
     assert found.losses == torch.tensor(29952.0, dtype=dtype)
+    rows = lambda p, c: torch.stack([(p * c).sum().float(), (p * c.flip(0)).sum().float()])
+    many = [((torch.tensor([1.0, 3.0]) * (1 + k / 128)).bfloat16(),) for k in range(9)]
+    found = jd.accumulate(rows, many, params=torch.ones(2).bfloat16(), aggregator=jd.upgrad())
+    assert found.direction.tolist() == [2.0625, 2.0625]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -177,7 +183,7 @@ def test_buffers_of_a_part_that_is_left_out_go_with_it_and_weights_that_are_not_
     scale, bad = jd.scale_state(2.0, shape=3), Y.clone()
     negative = lambda p, x, y: {name: loss - 100 for name, loss in plain(p, x, y).items()}
     found = jd.accumulate(negative, parts(), params=SHARED, aggregator=jd.geometric_mean(), scale=scale, skip="part")
-    assert not found.moved
+    assert not torch.stack([found.moved, *found.finite]).any()
     assert torch.equal(found.scale.scale, scale.scale)
     count = lambda p, n, x, y: (plain(p, x, y), n + len(x))
     bad[11] = torch.nan
@@ -197,6 +203,9 @@ def test_each_scale_follows_its_own_loss_and_a_lost_first_batch_leaves_no_memory
     assert grown.scale[1] == 2.0**11
     kept = jd.accumulate(losses, [(torch.tensor(3e9),)], scale=floor._replace(growth_tracker=torch.tensor(3)), **how)
     assert kept.scale.growth_tracker == 0
+    lost = [(torch.tensor(c),) for c in (torch.nan, 1e3, 1.0)]  # one is not finite, one overflows
+    found = jd.accumulate(losses, lost, scale=jd.scale_state(2.0**10, shape=2), **how)
+    assert found.scale.scale.tolist() == [2.0 ** (9 if skip == "part" else 10), 2.0**10]
     for rule in map(rule_of, ("gradnorm", "relobralo", "softadapt")):
         call = partial(jd.accumulate, plain, params=SHARED, aggregator=rule, skip=skip)
         lost = call([(x * torch.nan, y) for x, y in parts()])
@@ -241,6 +250,9 @@ def test_transforms_and_compiled():
     take = lambda params, factor: jd.accumulate(
         lambda p, x, y: plain(p, x * factor, y), parts(), params=params, aggregator=jd.upgrad()
     ).direction["b"]
+    last = lambda y: jd.accumulate(plain, [parts()[0], (X[:3], y)], params=SHARED, aggregator=jd.mean()).direction["b"]
+    ys = torch.stack([Y[:3], Y[3:6]])  # a batch of one part alone
+    torch.testing.assert_close(torch.vmap(last)(ys), torch.stack(list(map(last, ys))))
     factors = torch.tensor([0.5, 1.0], dtype=torch.float64)
     batched = torch.vmap(take, (None, 0))(SHARED, factors)
     torch.testing.assert_close(batched, torch.stack([take(SHARED, f) for f in factors]))
@@ -266,6 +278,7 @@ def test_what_is_refused():
     check_same(call(map(list, parts())).direction, call(parts()).direction)  # as loaders return them
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
+        (lambda: call(parts(), lambda p, b, x, y: (plain(p, x, y), b.add_(1)), buffers=X), ValueError, "in place"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
         (lambda: call(parts(), params={"w": torch.nn.Parameter(X, False)}), ValueError, "frozen 'w'"),
         (lambda: call(parts(), some), ValueError, r"the same losses.*return 0 \* another loss"),

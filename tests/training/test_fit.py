@@ -255,12 +255,14 @@ def test_what_cannot_be_looped_is_refused_at_once(loop, patience):
         loop(STEP, start(), batches(1), patience=patience)
     with pytest.raises(TypeError, match=f"{name}: step must be a function, found TrainState"):
         loop(start(), STEP, batches(1))
+    with pytest.raises(TypeError, match=f"{name}: batches must be a DataLoader, a list or a generator, found"):
+        loop(STEP, start(), torch.ones(()))
 
 
 @pytest.mark.parametrize("rule", [upgrad(), total()])
 def test_a_batch_with_other_losses_is_named(rule):
     """A rule without a memory would take it, and move the parameters by the losses that are there."""
-    some = lambda params, x: losses(params, x) if x[0] else {"far": losses(params, x)["far"]}
+    some = lambda params, x: losses(params, x) if x[0] else {"far": params["w"].sum(), "new": params["w"].sum()}
     how = {"losses": some, "aggregator": rule, "optimizer": sgd(lr=0.1)}
     state = train_state({"w": torch.zeros(3)}, torch.ones(3), **how)
     with pytest.raises(ValueError, match=r"fit: all batches must have the same losses.*0 \* another loss"):

@@ -120,6 +120,27 @@ def test_losses_that_are_not_finite_themselves_are_named(flags, value):
     assert ("one scale per objective" in str(stalled.value)) == (len(flags) == 1)
 
 
+def test_the_state_at_a_stall_has_the_scale_of_the_last_step_that_was_taken():
+    high = lambda p, c: torch.stack([p.half().sum().float() * c, p.sum()])
+    method = {"losses": high, "aggregator": jd.mean(), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(torch.ones(2), torch.tensor(1.0), scale=jd.scale_state(2.0**10), **method)
+    with pytest.raises(TrainingStalled) as stalled:
+        jd.fit(partial(jd.step, **method), state, [torch.tensor(1e30)] * 3, patience=3)
+    assert stalled.value.state.scale.scale == 2.0**10
+
+
+@pytest.mark.filterwarnings("ignore:train_state")
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_products_beyond_float64_skip_a_step_and_a_parameter_that_is_infinite_already_does_not(engine):
+    method = {"aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
+    large = method | {"losses": lambda p: torch.stack([p.sum() * 1e200, p.square().sum()])}
+    assert not jd.step(jd.train_state(torch.ones(2).double(), **large), engine=engine, **large)[1].moved
+    masked = method | {"losses": lambda p: p["w"].float().square()}
+    state = jd.train_state({"w": torch.ones(2).half(), "mask": torch.ones(1).half()}, **masked)
+    state.params["mask"].fill_(-torch.inf)
+    assert jd.step(state, engine=engine, **masked)[1].moved
+
+
 def test_of_a_batch_of_steps_one_that_is_taken_is_enough():
     batch = lambda *moved: record(losses={"a": torch.ones(3)}, finite=torch.ones(3), moved=torch.tensor(moved))
     assert was_taken(batch(True, False, False))

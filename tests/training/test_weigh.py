@@ -129,6 +129,8 @@ def test_numbers_and_leaves_that_one_loss_alone_reaches_have_rows(scale):
     found = jd.weigh(losses, [s, w], jd.upgrad(), scale=scale)
     torch.testing.assert_close(found.weights, jd.aggregate(jd.upgrad(), rows).weights.float())
     assert found.finite.all()
+    endless = jd.weigh(torch.stack([s + w.sum(), (s - 2).sqrt() + w.sum()]), [s, w], jd.upgrad())  # in one leaf
+    assert not endless.finite[1]
 
 
 def test_features_give_the_weights_of_rows_at_the_features_and_a_compiled_loop_the_same():
