@@ -180,9 +180,9 @@ class _Applied:
 
     def _called(self, parts: ModuleParts, call: Call, inside: State, args: Any, kwargs: Any) -> Any:
         """The output, once the module was called with other tensors in it."""
-        holder = holder_of(self.module)
-        holder.take(get_ident())
+        holder, one = holder_of(self.module), object()
         try:
+            holder.take(one, get_ident())
             own = {} if len(holder.seen) == len(parts.param_names) else parts.own_parameters()
             unseen = {key for key, x in own.items() if x is not (p := call.params[key]) and innermost(p) is not x}
             look = not unseen <= holder.seen or LOOKING.get() is not None
@@ -200,7 +200,7 @@ class _Applied:
             outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)
             outputs += parts.left_tensors()
         finally:
-            holder.give()
+            holder.give(one)
         if looking is not None:
             for name in looking.found(outputs):
                 raise ValueError(

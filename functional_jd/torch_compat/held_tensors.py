@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
+from threading import Condition, Lock, RLock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
 from threading import enumerate as enumerate_threads
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
@@ -22,25 +22,26 @@ _engine: Any = private("autograd.Variable._execution_engine", "backward passes o
 
 
 class Holder:
-    """The shared part of functions of a module: a lock, which autograd's threads take for the thread that waits."""
+    """The shared part of functions of a module, for one thread at a time; autograd's take it for the one that waits."""
 
     def __init__(self) -> None:
-        self.lock, self.owner, self.depth = Lock(), 0, 0
+        self.lock, self.owner, self.calls = RLock(), 0, set[object]()  # the calls of the owner that last
+        self.changed = Condition(self.lock)
         self.seen = set[str]()  # the parameters whose place others took in a call that was seen to use no own ones
 
-    def take(self, thread: int) -> None:
-        """Let the thread with this number have the lock once more."""
-        if self.owner != thread:
-            self.lock.acquire()
+    def take(self, call: object, thread: int) -> None:
+        """Let a call of the thread with this number have the module, once no other thread has it."""
+        with self.lock:
+            while self.calls and self.owner != thread:
+                self.changed.wait(1)  # not for ever: Ctrl-C may end a call before it tells
             self.owner = thread
-        self.depth += 1
+            self.calls.add(call)
 
-    def give(self) -> None:
-        """Take back one `take`."""
-        self.depth -= 1
-        if not self.depth:
-            self.owner = 0
-            self.lock.release()
+    def give(self, call: object) -> None:
+        """End a call, whether it has the module or not: Ctrl-C may arrive anywhere."""
+        self.calls.discard(call)
+        with self.lock:
+            self.changed.notify()
 
 
 def holder_of(module: nn.Module) -> Holder:
@@ -108,11 +109,12 @@ class Held:
         if self.buffers:
             with torch_function_disabled():  # new copies each time: what runs again may change `.data`
                 tensors = tensors | dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
-        self.holder.take(thread)
-        last = self._last()
-        two = last is not None and (gradients or last.gradients)  # it cannot be told which
         before = _Before(self, gradients)
         try:
+            self.holder.take(before, thread)
+            last = self._last()
+            two = last is not None and (gradients or last.gradients)  # it cannot be told which
+            before.read()
             for place in self.places:
                 place.home[place.name] = _EitherOfTwo() if two else tensors[place.key]
             if torch.is_grad_enabled():  # passes through the gradients that this pass computes hold the tensors, too
@@ -129,7 +131,7 @@ class Held:
                     before.put_back()
                     for handle in handles:
                         handle.remove()
-                    self.holder.give()
+                    self.holder.give(before)
 
     def _watch_gradient(self, gradient: Tensor) -> None:
         if gradient.grad_fn is not None:
@@ -141,7 +143,11 @@ class _Before:
 
     def __init__(self, held: Held, gradients: bool):
         self.held, self.gradients = held, gradients
-        self.tensors: dict[Any, Any] = {place.slot: place.home[place.name] for place in held.places}
+        self.tensors: dict[Any, Any] = {}
+
+    def read(self) -> None:
+        """Note the tensors."""
+        self.tensors = {place.slot: place.home[place.name] for place in self.held.places}
         _SPANS.append(self)
 
     def put_back(self) -> None:
