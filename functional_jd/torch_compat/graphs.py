@@ -41,6 +41,8 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
         numbers = value.shape if isinstance(value, Tensor) else [value]
         if _SYMBOLS & {*map(type, numbers)} or (node in outputs and getattr(value, "is_meta", False)):
             raise _needs_values(str(node.target))
+        if str(node.target).startswith("c10d."):
+            raise ValueError(f"compiled: f must not call torch.distributed, found {node.target}. Call it outside of f.")
     # A fast way that was given up leaves its operators: one that raised returned no value.
     for node in (x for x in reversed(graph.graph.nodes) if x.op == "call_function" and not x.users):
         raised = "val" not in node.meta and getattr(getattr(node.target, "_schema", None), "returns", ())

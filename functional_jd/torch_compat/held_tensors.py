@@ -142,8 +142,7 @@ class _Before:
     """The former tensors of the places of a call."""
 
     def __init__(self, held: Held, gradients: bool):
-        self.held, self.gradients = held, gradients
-        self.tensors: dict[Any, Any] = {}
+        self.held, self.gradients, self.tensors = held, gradients, dict[Any, Any]()
 
     def read(self) -> None:
         """Note the tensors."""
@@ -157,8 +156,8 @@ class _Before:
         later = _SPANS[_SPANS.index(self) + 1 :]
         for place, x in zip(self.held.places, self.tensors.values(), strict=True):
             others = [span for span in later if place.slot in span.tensors] if later else None
-            home, at = (others[0].tensors, place.slot) if others else (place.home, place.name)
-            home[at] = x
+            to: Any = (others[0].tensors, place.slot) if others else (place.home, place.name)
+            to[0][to[1]] = x
         _SPANS.remove(self)
 
 

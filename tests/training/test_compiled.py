@@ -458,6 +458,16 @@ def test_a_start_compiles_with_what_its_losses_move_and_in_anomaly_mode():
         check_same(graph_of(two)(*given), two(*given))
 
 
+def test_collectives_that_a_graph_would_not_wait_for_are_refused():
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"f must not call torch.distributed, found c10d.allreduce_"):
+            graph_of(lambda x: (y := x.clone(), dist.all_reduce(y))[0])(X)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_operators_that_return_nothing_stay():
     def f(x):
         torch._foreach_add_(many := [2 * x, 3 * x], 1.0)
