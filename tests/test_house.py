@@ -16,15 +16,15 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_682  # goal 12,500
-LINES = 23_078  # goal 22,000
+CODE_LINES = 13_681  # goal 12,500
+LINES = 23_077  # goal 22,000
 FILES = 188
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
     ("core",): 1_481,  # goal 1,300
-    ("torch_compat",): 1_402,  # goal 1,200
+    ("torch_compat",): 1_401,  # goal 1,200
     ("random",): 790,
     ("solvers",): 1_376,
     ("precision",): 1_088,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.callers import here
@@ -51,13 +51,11 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), node.next_functions, strict=True)]
 
 
-def refuse_reentrant(roots: Iterable[Any]) -> None:
-    """Raise for a graph with a reentrant checkpoint: `torch.autograd.grad` may return nothing for its parameters."""
-    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(roots)):
-        raise ValueError(
-            f"{here()}: checkpoints must have use_reentrant=False, found one with True, whose parameters get no rows. "
-            "Pass use_reentrant=False; in Transformers, gradient_checkpointing_kwargs={'use_reentrant': False}."
-        )
+def refuse_reentrant(roots: Iterable[Any], inputs: Iterable[Tensor] = ()) -> None:
+    """Raise for a reentrant checkpoint between them: `torch.autograd.grad` may leave out the parameters inside."""
+    ends = {get_gradient_edge(x).node for x in inputs}
+    if any(x.name() == "CheckpointFunctionBackward" and x not in ends for x in graph_nodes(roots, ends)):
+        raise ValueError(f"{here()}: checkpoints must have use_reentrant=False, found True, which may hide parameters.")
 
 
 def largest_gradient(nodes: Iterable[Any], inputs: Sequence[Tensor], enough: float = inf) -> int:

@@ -242,7 +242,7 @@ def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses
         return to_dense(torch.autograd.grad(ys, points, cotangents, retain_graph=True, allow_unused=True))
 
     found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
-    refuse_reentrant(y for y in outputs if any(row is None for row in found))
+    refuse_reentrant(outputs if any(row is None for row in found) else (), points)
     if all(row is None for row in found):
         raise ValueError(
             f"{here()}: losses must depend on the parameters or features given, found no loss that does. Pass the "

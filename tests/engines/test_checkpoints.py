@@ -221,9 +221,12 @@ def test_reentrant_checkpoints_whose_parameters_no_pass_reaches_raise():
         lambda: fj.weigh(losses(points, x), points, fj.upgrad()),
         lambda: fj.train_state(own, x, losses=losses, **how),
         lambda: fj.weights_fn(losses, fj.upgrad())(own, x),
+        lambda: fj.accumulate(losses, [(x,)], params=own, aggregator=fj.upgrad()),
     ):
-        with pytest.raises(ValueError, match="checkpoints must have use_reentrant=False, found one with True"):
+        with pytest.raises(ValueError, match="checkpoints must have use_reentrant=False, found True"):
             call()
+    features = [checkpoint(torch.sin, x, use_reentrant=True), x.cos()]  # the second is not used
+    assert fj.weigh(features[0].square().sum(-1), None, fj.upgrad(), features=features).finite.all()
 
 
 @every_engine

@@ -476,6 +476,13 @@ def test_operators_that_return_nothing_stay():
     equal(graph_of(f)(X), f(X))
 
 
+def test_checks_of_operators_stay():
+    g = graph_of(torch.linalg.cholesky)
+    g(torch.eye(2))
+    with pytest.raises(RuntimeError, match="positive-definite"):
+        g(-torch.eye(2))
+
+
 def test_many_graphs_are_told():
     f = graph_of(lambda x, rate: rate * x)
     for n in range(1, 8):  # without a warning

@@ -101,8 +101,8 @@ def test_a_trunk_or_a_head_that_is_called_directly_is_told(kind):
 
 def test_the_graph_of_a_vector_of_losses_is_searched_once(monkeypatch):
     """Once for each of 2,000 residuals took as long as hundreds of steps."""
-    searches, search = [], checks.graph_nodes
-    monkeypatch.setattr(checks, "graph_nodes", lambda roots: searches.append(roots) or search(roots))
+    searches, search = [], checks.leaves_behind
+    monkeypatch.setattr(checks, "leaves_behind", lambda roots: searches.append(roots) or search(roots))
     begin(lambda p, x: (x.repeat(400, 1) @ p["w"]).flatten(), {"w": torch.ones(3, 1)})
     assert len(searches) < 5
 
