@@ -89,7 +89,7 @@ def check_learning(
             )
     trunk = tree_leaves(kind.row_params(plan.losses, params))
     unreached, reached = _check_reached(values, points, trunk, constant, training)
-    refuse_reentrant(nodes if unlearned else ())
+    refuse_reentrant(nodes)
     if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
         warn(
             f"{here()}: no loss reaches {few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "

@@ -35,7 +35,7 @@ def private(
     the gradient of the loss of example i and z standard normal.
 
     Args:
-        loss: `loss(params, *example) -> scalar` of one example, not a batch; or `per_example` of it, for `in_dims`.
+        loss: `loss(params, *example) -> scalar` of one example, not a batch; or `per_example` of it, with `in_dims`.
         max_norm: the largest norm of an example's gradient; positive. A number or a tensor `[]`, as are the next two.
         noise_multiplier: the standard deviation of the noise in units of `max_norm`; not negative. The number 0 warns.
         batch_size: the expected number of examples in a batch, sampling rate times examples in all; positive.

@@ -60,7 +60,7 @@ def train_state(
             parameter of its own as well as those it is given; noise without effect (`noised`); losses that change
             buffers or parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that
             does not fit m; losses that the rule cannot take, such as negative ones, or that are not finite where it
-            remembers them; tied weights at two places; reentrant checkpoints that hide parameters.
+            remembers them; tied weights at two places; reentrant checkpoints.
 
     Warns:
         UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;

@@ -43,7 +43,8 @@ def step(
             with a name that ends in `key`) is split: every example receives its own, and the next step another.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
-        engine: `"jacobian"`, `"gramian"`, `"weighted"`, `"auto"` (`chosen_engine`), or `jacobian_engine(chunk_size=8)`.
+        engine: `"jacobian"`, `"gramian"`, `"weighted"`, or `"auto"`: the one that `chosen_engine` returns. Or an
+            `Engine`: `jacobian_engine(chunk_size=8)`.
         has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.
 
     Returns:

@@ -211,15 +211,16 @@ def test_reentrant_checkpoints_raise_torchs_error(kind, engine):
 def test_reentrant_checkpoints_whose_parameters_no_pass_reaches_raise():
     points, x = (torch.ones(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)), X[0].clone().requires_grad_()
 
-    def losses(points, x):
+    def losses(points, x, shown=False):
         inside, outside = points
         hidden = checkpoint(lambda x: x @ inside.sin(), x.requires_grad_(), use_reentrant=True)
-        return (hidden * outside).square().sum(0)
+        return (hidden * outside).square().sum(0) + ((x @ inside).sum() if shown else 0.0)
 
     own, how = tuple(p.detach() for p in points), {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
     for call in (
         lambda: fj.weigh(losses(points, x), points, fj.upgrad()),
         lambda: fj.train_state(own, x, losses=losses, **how),
+        lambda: fj.train_state(own, x, losses=lambda points, x: losses(points, x, True), **how),  # used outside, too
         lambda: fj.weights_fn(losses, fj.upgrad())(own, x),
         lambda: fj.accumulate(losses, [(x,)], params=own, aggregator=fj.upgrad()),
     ):
