@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.tree import tree_leaves
-from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
+from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient, words
 from functional_jd.torch_compat.recomputation import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -106,16 +106,15 @@ class _Room(NamedTuple):
     """The amounts that a kind of device takes at once."""
 
     few: int  # up to so many rows, a loop is never slower than vmap
-    between: int  # elements of the largest gradient between the layers, over all rows of a group
-    written: int  # elements of a group of rows, all parameters together: it is in memory as well as all rows
+    between: int  # `words` of the largest gradient between the layers, over all rows of a group
+    written: int  # `words` of a group of rows, all parameters together: it is in memory as well as all rows
     smallest: int  # for fewer rows, vmap costs more than it saves
     convolution: int  # how often a gradient of a graph with convolutions counts: vmap slows their kernels down
 
 
 _CPU = _Room(few=3, between=1 << 19, written=1 << 62, smallest=8, convolution=1)
-# On an H100, upgrad, time of a step with vmap by that with a loop. Small nets of convolutions, 16 rows: 0.28; of
-# attention, 8 rows: 0.28. GPT-2 small, 16 x 256 tokens, 4 tasks: 1.64. ResNet-50, 64 images of 224^2, 3 tasks: 3.8, and
-# 17 GB for 3.4 GB.
+# On an H100, upgrad, time of a step with vmap by that with a loop. Convolutions, 16 rows, and attention, 8 rows: 0.28.
+# GPT-2 small, 16 x 256 tokens, 4 tasks: 1.64. ResNet-50, 64 images of 224^2, 3 tasks: 3.8, and 17 GB for 3.4 GB.
 _DEVICE = _Room(few=1, between=1 << 23, written=1 << 27, smallest=4, convolution=4)
 # Below so many elements, one torch.stack is faster than writing row by row: on an accelerator it saves m - 1 launches.
 _STACKED, _STACKED_ELSEWHERE = 1 << 14, 1 << 22
@@ -157,7 +156,7 @@ def _rows_at_once(point: Any, room: _Room) -> float:
     if point.sizes:
         between, inputs, convolutions = point.sizes
     else:
-        inputs = [x.numel() for x in point.inputs]
+        inputs = [words(x.shape, x.dtype) for x in point.inputs]
         most = max(room.written // max(1, sum(inputs)), room.between // max(1, *inputs))
         if most < room.smallest:
             return most

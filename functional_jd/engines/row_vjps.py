@@ -94,7 +94,8 @@ def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | 
     for owner, (y, own) in enumerate(zip(point.outputs, parts, strict=True)):
         given: list[Tensor | None] = [None] * len(point.outputs)
         # Most losses are one number, which needs no diagonal.
-        for given[owner] in [own.reshape(y.shape).to(y.dtype)] if y.numel() == 1 else _one_by_one(y, own):
+        one = own if y.shape == own.shape and y.dtype is own.dtype else own.reshape(y.shape).to(y.dtype)
+        for given[owner] in [one] if y.numel() == 1 else _one_by_one(y, own):
             yield point.pullback(given)
 
 

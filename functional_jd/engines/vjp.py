@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.tree import detach_tree, tree_flatten
 from functional_jd.engines.plan import Plan
-from functional_jd.torch_compat.autograd_graph import gradients, largest_between, scalars_of_stack, to_dense
+from functional_jd.torch_compat.autograd_graph import gradients, largest_between, scalars_of_stack, to_dense, words
 from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.repaired_ops import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import traceable, traced_grad, under_transform
@@ -80,7 +80,7 @@ def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> V
     # torch.func.vjp returns tensors only: the structure of `extra` and its other leaves leave by this list.
     aside: list[Any] = []
     inside: list[list[Tensor]] = []
-    made: list[tuple[bool, torch.Size]] = []
+    made: list[tuple[bool, torch.Size, torch.dtype]] = []
     sized = torch.compiler.is_compiling() and not all(x.is_cpu for x in inputs)
 
     def tensors_only(points: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -112,7 +112,7 @@ def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> V
 class _Made(TorchFunctionMode):
     """Notes which ops are convolutions, and the shapes of all results, which the gradients have too."""
 
-    def __init__(self, made: list[tuple[bool, torch.Size]]):
+    def __init__(self, made: list[tuple[bool, torch.Size, torch.dtype]]):
         super().__init__()
         self.made = made
 
@@ -120,7 +120,7 @@ class _Made(TorchFunctionMode):
         func = traceable(func)
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and found.requires_grad:
-            self.made.append((func in _CONVOLUTIONS, found.shape))
+            self.made.append((func in _CONVOLUTIONS, found.shape, found.dtype))
         return found
 
 
@@ -129,9 +129,9 @@ _CONVOLUTIONS = {
 }
 
 
-def _sizes(made: list[tuple[bool, torch.Size]], inputs: list[Tensor]) -> Sizes:
-    between = largest_between([shape for _, shape in made], inputs)
-    return between, [x.numel() for x in inputs], any(convolution for convolution, _ in made)
+def _sizes(made: list[tuple[bool, torch.Size, torch.dtype]], inputs: list[Tensor]) -> Sizes:
+    between = largest_between([part for _, *part in made], inputs)
+    return between, [words(x.shape, x.dtype) for x in inputs], any(convolution for convolution, *_ in made)
 
 
 def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: bool, ends: Sequence[Any]) -> Vjp:

@@ -59,21 +59,26 @@ def refuse_reentrant(roots: Iterable[Any], inputs: Iterable[Tensor] = ()) -> Non
 
 
 def largest_gradient(nodes: Iterable[Any], inputs: Sequence[Tensor], enough: float = inf) -> int:
-    """The number of elements of the largest gradient that these nodes receive, or the first of more than `enough`."""
+    """The `words` of the largest gradient that these nodes receive, or the first of more than `enough`."""
     # Where torch does not tell, rows go all together.
     entries = (x for node in nodes for x in getattr(node, "_input_metadata", ()))
-    return largest_between((x.shape for x in entries if not x.is_nested_tensor), inputs, enough)
+    return largest_between(((x.shape, x.dtype) for x in entries if not x.is_nested_tensor), inputs, enough)
 
 
-def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor], enough: float = inf) -> int:
-    """The most elements of a shape, those of inputs and their transposes left out, or the first above `enough`."""
+def largest_between(parts: Iterable[Any], inputs: Iterable[Tensor], enough: float = inf) -> int:
+    """The most `words` of a shape with its dtype, or the first above `enough`; inputs and their transposes left out."""
     ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
     largest = 0
-    for size in (prod(shape) for shape in shapes if tuple(shape) not in ends):
+    for size in (words(*part) for part in parts if tuple(part[0]) not in ends):
         largest = max(largest, size)
         if largest > enough:
             break
     return largest
+
+
+def words(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The size of a tensor in numbers of float32: a cache holds two of half precision for one of them."""
+    return prod(shape) * dtype.itemsize // 4
 
 
 def gradients(

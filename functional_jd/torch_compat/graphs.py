@@ -77,11 +77,9 @@ def _forms(inputs: Sequence[Tensor]) -> dict[Any, Any]:
 
 def _needs_values(found: str) -> RuntimeError:
     return RuntimeError(
-        "compiled: expected operators whose shapes and choices do not depend on values, in losses, rules and "
-        f"schedules, found {found}. Choose by torch.where instead of `if` and x[mask], take x[i[None]][0] for x[i], "
-        "keep numbers as tensors, without .item() or .numpy(), and pass CSR and CSC tensors as arguments. Of "
-        "torch.optim, Adam reads its count of steps: take adamw. torch.distributions reads its arguments unless it has "
-        "validate_args=False. Where forward mode fails (jvp, jacfwd, hessian), take torch.func.grad or jacrev."
+        f"compiled: expected operators whose shapes and choices do not depend on values, found {found}. Choose by "
+        "torch.where instead of `if` and x[mask], keep numbers as tensors, without .item(), and pass CSR and CSC "
+        "tensors as arguments. The guide 'Compile' has other forms."
     )
 
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -67,10 +68,7 @@ def in_checkpoint() -> bool:
 
 def in_reentrant_checkpoint() -> bool:
     """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=True)`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _REENTRANT:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is _REENTRANT for frame, _ in walk_stack(inspect.currentframe()))
 
 
 def _checkpoint_hook() -> Any:

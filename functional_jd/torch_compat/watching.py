@@ -49,23 +49,9 @@ _CHOOSING: dict[Any, tuple[str, Any, str]] = {
     _F.embedding_bag: ("input weight offsets max_norm", None, "weight"),
 }
 _WITH_FLAG = {f for f in vars(_F).values() if "inplace" in getattr(getattr(f, "__code__", None), "co_varnames", ())}
-_OPERATORS = (
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "ilshift",
-    "irshift",
-    "setitem",
-)
 _METHODS = [name for name in dir(Tensor) if name.endswith("_") and name[0] != "_" and name != "requires_grad_"]
-IN_PLACE_NAMES = frozenset([*_METHODS, *(f"__{name}__" for name in _OPERATORS if hasattr(Tensor, f"__{name}__"))])
+_OPERATORS = [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]
+IN_PLACE_NAMES = frozenset([*_METHODS, *_OPERATORS, "__setitem__"])
 """The names of methods that change the values of their tensor."""
 _IN_PLACE = {
     *(getattr(Tensor, name) for name in IN_PLACE_NAMES),

@@ -128,6 +128,7 @@ def test_the_graph_tells_its_nodes_and_its_widest_gradient():
     found = [node.name() for node in graph_nodes([y, y, x])]
     assert found == ["TanhBackward0", "MmBackward0", "torch::autograd::AccumulateGrad"]
     assert largest_gradient(graph_nodes([y]), (w,)) == 6
+    assert largest_gradient(graph_nodes([x.bfloat16() @ w.bfloat16()]), (w,)) == 3  # by memory
     assert largest_gradient(graph_nodes([y]), ()) == 150
     assert largest_gradient(graph_nodes([(x @ w.mT.mT.mT.mT).sum()]), (w,)) == 6
     assert ([*graph_nodes([x])], largest_gradient(graph_nodes([]), ())) == ([], 0)

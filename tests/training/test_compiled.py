@@ -210,7 +210,7 @@ def test_derivatives_of_forward_mode_compile_or_raise_with_a_cure():
         with contextlib.suppress(RuntimeError):
             equal(graph_of(transform(f))(state.params), transform(f)(state.params))
             continue
-        with pytest.raises(RuntimeError, match=r"compiled: expected operators .* take torch\.func\.grad or jacrev"):
+        with pytest.raises(RuntimeError, match=r"compiled: expected operators .* The guide 'Compile'"):
             graph_of(transform(f))(state.params)
 
 
@@ -228,7 +228,7 @@ def test_derivatives_go_through_skipped_steps():
 def test_a_schedule_that_reads_the_steps_is_told_so(schedule):
     how = COMMON | {"optimizer": jd.adamw(schedule)}
     state = jd.train_state(PARAMS, X[0], **how)
-    with pytest.raises(RuntimeError, match=r"in losses, rules and schedules.*x\[i\[None\]\]\[0\]"):
+    with pytest.raises(RuntimeError, match=r"choices do not depend on values.* The guide 'Compile'"):
         graph_of(partial(jd.step, **how))(state, X[0])
     cured = COMMON | {"optimizer": jd.adamw(lambda taken: torch.tensor([0.1, 0.01])[taken.clamp(max=1)[None]][0])}
     equal(graph_of(partial(jd.step, **cured))(state, X[0]), jd.step(state, X[0], **cured))

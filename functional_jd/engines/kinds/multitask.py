@@ -78,14 +78,14 @@ def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
 
 def _heads(point: _Point, sums: Rows, plan: Plan, *, wide: bool = True) -> Tree:
     """The heads' gradient, divided by a scale that all losses share; in at least float32 if it is `wide`."""
-    own, structure = point.own
+    own, tree = point.own
     found = dense(sums, own)
     if not wide:
-        return structure.unflatten([g.to(x.dtype) for g, x in zip(found, own, strict=True)])
+        return tree.unflatten([g if g.dtype is x.dtype else g.to(x.dtype) for g, x in zip(found, own, strict=True)])
     found = list(map(at_least_float32, found))
     if found and plan.scale is not None and not plan.scale.ndim:
         found = times(found, inverse_of(plan.scale, found[0].dtype))
-    return structure.unflatten(found)
+    return tree.unflatten(found)
 
 
 def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
@@ -221,8 +221,7 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
 
 def _parted(point: _Point, plan: Plan, *, masked: bool = True) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature. With a scale each,
-    the heads' is divided by them, and a loss has NaN as rows if it is not finite there; `masked`: it is left out of
-    the sum.
+    the heads' is divided by them. A loss that is not finite there has NaN as rows; `masked`: the sum leaves it out.
     """
     above, n_heads = point.heads, len(point.own[0])
     factors = row_scales(plan, element_count(above.outputs), above.outputs[0])
