@@ -15,30 +15,31 @@ PACKAGE = Path(functional_jd.__file__).parent
 TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
-# What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 13_681  # goal 12,500
-LINES = 23_078  # goal 22,000
+# What is allowed now. Change a number only towards its goal.
+CODE_LINES = 13_666  # goal 12,500, and 1,500 for later features
+LINES = 23_064  # goal 22,000, and 2,500 for later features
+LATER = 2_500
 FILES = 188
 LINES_OF_A_FILE = 400
 PRIVATE_NAMES = 20
 CHAIN = 18
 ROOMS = {
-    ("core",): 1_481,  # goal 1,300
-    ("torch_compat",): 1_401,  # goal 1,200
-    ("random",): 790,
-    ("solvers",): 1_376,
-    ("precision",): 1_088,
-    ("objectives",): 990,
-    ("aggregation", "aggregators"): 4_393,
-    ("optimizers",): 1_151,
-    ("engines",): 3_669,
-    ("training",): 2_541,  # goal 2,000
-    ("distributed",): 446,
-    ("diagnostics", "fronts"): 1_281,  # goal 1,200
-    ("testing",): 1_278,
-    ("plotting", "__main__.py"): 1_007,
+    ("core",): (1_481, 1_300),
+    ("torch_compat",): (1_388, 1_200),
+    ("random",): (790, 800),
+    ("solvers",): (1_376, 1_400),
+    ("precision",): (1_088, 1_150),
+    ("objectives",): (990, 1_000),
+    ("aggregation", "aggregators"): (4_393, 4_400),
+    ("optimizers",): (1_151, 1_200),
+    ("engines",): (3_668, 3_700),
+    ("training",): (2_541, 2_000),
+    ("distributed",): (446, 450),
+    ("diagnostics", "fronts"): (1_281, 1_200),
+    ("testing",): (1_275, 1_500),
+    ("plotting", "__main__.py"): (1_007, 1_350),
 }
-"""Lines of a room, at most. A room that needs more gives up something."""
+"""Lines of a room: at most now, and its budget, above which only later features may take it."""
 
 
 def docstrings(tree):
@@ -71,9 +72,17 @@ def test_lines():
     assert sum(map(lines, TEXTS)) <= LINES
 
 
+def lines_of(rooms):
+    return sum(lines(path) for path in TEXTS if path.parts[0] in rooms)
+
+
 @pytest.mark.parametrize("rooms", ROOMS, ids=" and ".join)
 def test_lines_of_a_room(rooms):
-    assert sum(lines(path) for path in TEXTS if path.parts[0] in rooms) <= ROOMS[rooms]
+    assert lines_of(rooms) <= ROOMS[rooms][0]
+
+
+def test_rooms_are_above_their_budgets_by_later_features_alone():
+    assert sum(max(0, lines_of(rooms) - budget) for rooms, (_, budget) in ROOMS.items()) <= LATER
 
 
 def test_files():
