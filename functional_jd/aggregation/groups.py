@@ -37,7 +37,7 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
 
     Args:
         rule: a rule with one weight per row.
-        names: top-level keys of the parameters: `from_part(gradnorm(), ["last"])` balances the norms of one layer.
+        names: top-level keys of the parameters that have rows: `from_part(gradnorm(), ["last"])` balances one layer.
 
     Returns:
         A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`. When called, it
@@ -51,7 +51,7 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
     def part(rows: Any) -> dict[str, Any]:
         found = rows_of(rows)
         if missing := [name for name in names if not isinstance(found, Mapping) or name not in found]:
-            raise ValueError(f"from_part: names must be keys of the parameters, found {missing}. Check the spelling.")
+            raise ValueError(f"from_part: names must be keys of the parameters that have rows, found {missing}.")
         return {name: found[name] for name in names}
 
     def receive(seen: Observation) -> Any:

@@ -13,8 +13,7 @@ from functional_jd.core.tree import check_layouts, tree_leaves, tree_names
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
-# The number of elements cast to float64 at once, which fit in the cache; on an accelerator, where launches cost more
-# than memory, 256 MB.
+# Elements that are cast to float64 at once: those of a cache; on an accelerator, where launches cost more, 256 MB.
 _CACHED, _CACHED_ELSEWHERE = 1 << 17, 1 << 25
 # From so many rows on, computing one off-diagonal block instead of both is faster on a CPU than the full product.
 HALVE_FROM = 128
@@ -126,12 +125,13 @@ def _side_by_side(matrices: list[Tensor]) -> Tensor:
         return first
     if first.is_cpu or under_transform() or any(x.requires_grad or type(x) is not Tensor for x in matrices):
         return torch.cat(matrices, 1)
-    start, memory, strides = first.storage_offset(), first.untyped_storage().data_ptr(), first.stride()
+    start, memory, step = first.storage_offset(), first.untyped_storage().data_ptr(), first.stride(0)
     for x in matrices:
-        if x.untyped_storage().data_ptr() != memory or x.stride() != strides or x.storage_offset() != start + width:
+        dense = x.stride(0) == step and (x.shape[1] == 1 or x.stride(1) == 1)
+        if x.untyped_storage().data_ptr() != memory or not dense or x.storage_offset() != start + width:
             return torch.cat(matrices, 1)
         width += x.shape[1]
-    return first.as_strided((len(first), width), strides)
+    return first.as_strided((len(first), width), (step, 1))
 
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:

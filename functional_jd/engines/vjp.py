@@ -174,9 +174,9 @@ def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: b
         for x in leaves:
             if x.grad is not None:
                 raise ValueError(
-                    f"{here()}: a custom autograd function must return its gradients, found a backward that calls "
-                    "Tensor.backward or torch.autograd.backward. The gradients of its parameters would be lost. Pass "
-                    "the parameters as inputs and return the result of torch.autograd.grad, or take the form of a "
+                    f"{here()}: losses and their custom functions must leave .grad, found a call of Tensor.backward or "
+                    "torch.autograd.backward. The gradients of its parameters would be lost. Take the result of "
+                    "torch.autograd.grad, in a custom function with the parameters as inputs, or the form of a "
                     "reversible model that does not recompute."
                 )
         return found

@@ -51,7 +51,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         losses = losses.double()
         finite = losses.isfinite().all(-1, keepdim=True)
         losses, both = torch.where(finite, losses, 0), finite & finite.mT
-        apart = torch.where(both.unsqueeze(-1), losses.unsqueeze(1) - losses.unsqueeze(0), 0)
+        apart = losses.unsqueeze(1) - losses.unsqueeze(0)
         squares = apart.square().sum(-1)
         h = _usual_bandwidth(squares, both, losses.shape[1]) if bandwidth is None else losses.new_ones(()) * bandwidth
         # At a bandwidth of zero, where most pairs coincide, all that does not is far.
@@ -70,4 +70,4 @@ def _usual_bandwidth(squares: Tensor, both: Tensor, m: int) -> Tensor:
         return squares.new_zeros(())
     rows, columns = torch.triu_indices(k, k, 1, device=squares.device)
     pairs = torch.where(both, squares, torch.nan)[rows, columns]
-    return pairs.nanmedian().nan_to_num(0.0) / both.diagonal().sum().clamp(min=1).to(pairs) ** (2 / max(m - 1, 1))
+    return pairs.nanmedian().nan_to_num(0.0) / both.diagonal().sum().to(pairs) ** (2 / max(m - 1, 1))

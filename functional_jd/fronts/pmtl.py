@@ -62,7 +62,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
                     "Take lattice(m, divisions) with m losses."
                 )
             constraints = units.to(losses) - _units(own(losses))
-            violated = constraints @ losses > _MISSED * torch.linalg.vector_norm(losses)
+            violated = constraints @ losses > _MISSED * losses.abs().amax()
             is_first = violated.any() & (steps < warmup)
             counts = torch.cat([(~is_first).expand(len(losses)), violated])
             hull = torch.cat([torch.eye(len(losses), dtype=G.dtype, device=G.device), constraints])

@@ -72,7 +72,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     (`self.kl = ...`) stay there and carry gradients: losses may read them after the call.
 
     Args:
-        module: the module. Its parts are read now, its mode and its hooks in every call.
+        module: the module. Its parts are read now, mode and hooks in every call. To freeze one, pass it detached.
 
     Returns:
         `apply(params, buffers, *args, **kwargs) -> (output, buffers)`. `params` and `buffers` are dicts of tensors like
@@ -91,7 +91,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     Guarantees:
         The parameters and buffers of the module and the passed tensors are afterwards as they were.
         A function that runs again in the backward pass finds the passed tensors: `torch.utils.checkpoint`, adjoints.
-        Threads that share a module wait for one another.
+        Threads that call a module wait for one another; one that reads it meanwhile finds the passed tensors.
         `apply` composes with vmap, grad, jvp and compile, as far as the module does.
 
     Differences:
@@ -188,7 +188,7 @@ class _Applied:
             look = not unseen <= holder.seen or LOOKING.get() is not None
             if not look and parts.run_once():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
-                parts.check()
+                parts.check(call.params)
                 return output
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
@@ -196,7 +196,7 @@ class _Applied:
             looking = UsedParameters(parts.own_parameters(), start) if look else None
             with eagerly() if look else nullcontext(), looking or nullcontext():
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
-            parts.check()
+            parts.check(call.params)
             outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)
             outputs += parts.left_tensors()
         finally:

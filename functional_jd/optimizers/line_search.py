@@ -129,7 +129,7 @@ def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
 
 def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tensor:
     if merit is None:
-        return torch.stack([at_least_float32(leaf).square().sum().double() for leaf in tree_leaves(values)]).sum()
+        return torch.stack([leaf.double().square().sum() for leaf in tree_leaves(values)]).sum()
     found: Any = merit(values)
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
         expected = "a function that returns one real number"

@@ -222,7 +222,7 @@ def unscaled_rows(rows: list[Any], scale: Tensor) -> list[Any]:
     numbers = scale[:, None] if scale.ndim else scale
     parts: list[Tensor] = []
     for matrix, widths in matrices:
-        copied = len(widths) > 1 and not matrix.requires_grad
+        copied = len(widths) > 1 and matrix._base is None and not matrix.requires_grad  # a view may be another row, too
         parts += (matrix.div_(numbers) if copied else matrix / numbers).split(widths, 1)
     for index, shape, part in zip(present, shapes, parts, strict=True):
         rows[index] = part.reshape(shape)

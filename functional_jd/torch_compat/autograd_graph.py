@@ -119,12 +119,11 @@ class OwnParameters(TorchFunctionMode):
         return leaves_behind([y.node if isinstance(y, GradientEdge) else y for y in self.outputs])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for x in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
+        for x in () if torch.compiler.is_compiling() else (*args, *(kwargs or {}).values()):
             if type(x) is nn.Parameter and x.requires_grad and id(x) not in self.used:
                 raise ValueError(
                     f"{here()}: what runs again in the backward pass must use the parameters of the forward pass, "
                     f"found a module's own parameter of shape {list(x.shape)}. Call the module by functional(module), "
                     "or torch.func.functional_call inside the checkpoint."
                 )
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))

@@ -23,8 +23,7 @@ class SlowPathWarning(UserWarning):
 
 def here() -> str:
     """The name of the public function that the user called, for errors and warnings: the innermost on the stack.
-    The result of `jacobian_fn` is called "jacobian_fn", and a `PerExample` "per_example". The parts of a rule or an
-    optimizer take the name of the function that calls it. Code that torch.compile traces has no stack.
+    Results of `jacobian_fn` have its name, parts of a rule that of the caller, and traced code has no stack.
     """
     builder = other = ""
     for frame, _ in () if torch.compiler.is_dynamo_compiling() else walk_stack(currentframe()):

@@ -28,7 +28,7 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
             trace: Any = make_fx(f, _forms(inputs), tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
     except (RuntimeError, TypeError, UserWarning) as error:
-        if isinstance(error, TypeError) and "FakeTensor" not in str(error):
+        if isinstance(error, TypeError) and not ("FakeTensor" in str(error) or "SymInt" in str(error)):
             raise
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     outputs = graph.graph.output_node().all_input_nodes
@@ -59,9 +59,7 @@ def _outside(node: fx.Node) -> bool:
 
 
 def _forms(inputs: Sequence[Tensor]) -> dict[Any, Any]:
-    """The forms of two operators. Zeros of forward mode, which torch makes on "meta" without memory, are on the device.
-    A value that is read raises for a tensor of a closure, whose value the graph would keep; others are stand-ins.
-    """
+    """Forms of operators: zeros of forward mode, which are on "meta", move; reading a value of a closure raises."""
     devices = {x.device for x in inputs}
     device: Any = {"device": next(iter(devices))} if len(devices) == 1 else {}
 

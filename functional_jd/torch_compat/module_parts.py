@@ -23,6 +23,7 @@ class ModuleParts:
 
     def __init__(self, module: nn.Module):
         self.param_names = dict.fromkeys(name for name, _ in module.named_parameters())
+        self.trained = [(name, x) for name, x in module.named_parameters() if x.requires_grad]
         self.buffer_names = [name for name, _ in module.named_buffers()]
         named = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
         parts = dict(module.named_modules())
@@ -54,8 +55,13 @@ class ModuleParts:
         whole = len(ordinary) == len(parts) and all(are_torchs)
         self.are_torchs = whole and all(name.startswith("torch.") for name in functions)
 
-    def check(self) -> None:
-        """Raise if a part has other parameters or children than before, or saves a new buffer; other new buffers go."""
+    def check(self, given: dict[str, Tensor]) -> None:
+        """Raise if a part was changed or frozen, which what is given is not; or saves a new buffer: others go."""
+        for name in [name for name, x in self.trained if not x.requires_grad and given[name].requires_grad]:
+            raise ValueError(
+                f"functional: requires_grad of the module must stay as it was, found {name!r} frozen, which does not "
+                "freeze what is passed. Pass that detached. Or freeze the module before functional(module)."
+            )
         for part, contents, before in self.ordinary:
             if _contents(part) != contents:
                 raise ValueError(
@@ -70,9 +76,8 @@ class ModuleParts:
                     home[name] = None
                 if saved:
                     raise ValueError(
-                        "functional: expected a forward that leaves the module with the buffers that it had, found a "
-                        f"new one, {name!r} of {type(part).__name__}, which the next call would not find. Register it "
-                        "with its shape, or call the module once before functional(module) and "
+                        f"functional: forward must make no buffer, found a new one, {name!r} of {type(part).__name__}. "
+                        "Register it with its shape, or call the module once before functional(module) and "
                         "dict(module.named_buffers()); if it can be computed again, with persistent=False."
                     )
 

@@ -1,6 +1,5 @@
 """The private names of torch that several files use, each with what happens once torch no longer has it.
-A name that one feature alone needs stands in the file of this feature. `tests/torch_compat/test_torch_internals.py` has
-a test for each name, which fails when torch renames it or changes what it means; `test_next_torch.py` takes each away.
+A name that one feature alone needs stands in the file of this feature. `test_torch_internals.py` tests each name.
 """
 
 import json

@@ -72,7 +72,7 @@ def check_learning(
             _warn_of_lost_buffers(journal, calls, returned)
         if getattr(plan.optimizer, "sensitivity", None) is not None:
             _warn_of_buffers_without_noise(before, returned)
-    found = leaves_behind(nodes := _nodes(tree_leaves(values)))
+    found = leaves_behind(nodes := nodes_of(values))
     _warn_of_float16(plan, named, nodes, training)
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
@@ -132,8 +132,7 @@ def _warn_of_float16(plan: Plan, named: dict[str, Tensor], nodes: list[Any], tra
 
 def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]], buffers: Tree) -> None:
     """Raise for losses that change buffers or parameters in place, also by `.data`, and tensors given to modules."""
-    noted = [(x.detach(), old) for x, _, old in journal.before.values() if old is not None and _memory(x)]
-    written = {_memory(x) for x, old in noted if not torch.equal(x.nan_to_num(), old.nan_to_num())}
+    written = {_memory(x) for x, _, old in journal.before.values() if old is not None} - {None}  # with any values
     for name, x in [*named, *zip(tree_names(buffers), tree_leaves(buffers), strict=True)]:
         if _memory(innermost(x)) in written:
             raise ValueError(
@@ -142,16 +141,15 @@ def _check_written(journal: StateJournal, named: list[tuple[str, Tensor]], buffe
             )
 
 
-def _check_reached(
-    values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool
-) -> tuple[list[str], list[set[int]]]:
+def _check_reached(values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool) -> Any:
     """The losses without a gradient, and the leaves of each. Raise if one must not be constant, or none has a row."""
-    names, points_of_rows = objective_names(values), {id(x) for x in trunk}
+    names, nodes, points_of_rows = objective_names(values), nodes_of(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
     for x in given:
         if not isinstance(x, str) or x not in names:
             refuse("constant", f"names of losses, {few(names)}", x, "See objective_names(losses).", ValueError)
-    reached = [leaves for y in tree_leaves(values) for leaves in _reached(y, {*map(id, points)})]
+    behind = {node: {*map(id, points)} & leaves_behind([node]).keys() for node in {*nodes}}
+    reached = [behind[node] for node in nodes]
     if not set(names) <= set(given) and not any(points_of_rows & x for x in reached):
         shared = "" if len(trunk) == len(points) else " params['shared'] of"
         raise ValueError(
@@ -211,24 +209,25 @@ def _place(x: Tensor) -> Any:
     return (at, x.shape) if type(x) in PLAIN_TENSORS and (at := x.data_ptr()) else None  # 0: empty, or on meta
 
 
-def _nodes(values: list[Tensor]) -> list[Any]:
-    return [get_gradient_edge(y).node for y in values if y.requires_grad]
-
-
-def _reached(loss: Tensor, points: set[int]) -> list[set[int]]:
-    """By element, the ids of the points behind it. Stacked losses have their own each, others all the same."""
-    nodes = _nodes([loss])
-    if nodes and nodes[0].name() == "StackBackward0" and loss.ndim == 1:
-        return [points & leaves_behind([part]).keys() for part, _ in nodes[0].next_functions]
-    return [points & leaves_behind(nodes).keys()] * loss.numel()
+def nodes_of(losses: Losses) -> list[Any]:
+    """The node of the graph of each loss, None without one. Stacked losses have one each, others one for a leaf."""
+    found: list[Any] = []
+    for y in tree_leaves(losses):
+        node = get_gradient_edge(y).node if y.requires_grad else None
+        parts = node.next_functions if node is not None and node.name() == "StackBackward0" and y.ndim == 1 else ()
+        found += [part for part, _ in parts] or [node] * y.numel()
+    return found
 
 
 def detach_parameters(params: Params) -> Params:
     """The values of each `nn.Parameter` instead of it; other tensors keep their graph. Raise for leaves that are not
-    floating-point tensors, and for a frozen `nn.Parameter`, which would be trained.
+    floating-point tensors, and for a frozen `nn.Parameter`, which would be trained. Warn of hooks, which get no rows.
     """
     leaves, _ = floating_leaves(params)
     for index, p in enumerate(leaves):
+        if isinstance(p, nn.Parameter) and getattr(p, "_backward_hooks", None):
+            text = f"parameters must have no hooks, found one of {tree_names(params)[index]!r}, which gets no gradient"
+            warn(f"{here()}: {text}. Change gradients inside the losses, as by a mask of the parameter.")
         if isinstance(p, nn.Parameter) and not p.requires_grad:
             raise ValueError(
                 f"{here()}: all parameters must require grad, found frozen {tree_names(params)[index]!r}. Keep it "

@@ -11,6 +11,7 @@ from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import as_view, loss_count
 from functional_jd.core.arguments import check_type, here, refuse
+from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, magnitudes
 from functional_jd.core.safe import nan_unless
@@ -27,7 +28,7 @@ from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.autograd_graph import refuse_reentrant, to_dense
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
-from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of
+from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of, nodes_of
 from functional_jd.training.driver import observe, prepare, remembered, weighed
 from functional_jd.training.state import warn
 
@@ -256,8 +257,8 @@ def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses
 def _points(losses: Losses, given: Any, name: str) -> list[Tensor]:
     """The tensors to differentiate by: tied weights, which two modules name, once."""
     leaves = tree_leaves(list(given) if isinstance(given, Iterator | ValuesView) else given)
-    for loss, value in zip(tree_names(losses), tree_leaves(losses), strict=True):
-        if not value.requires_grad:
+    for loss, node in zip(objective_names(losses), nodes_of(losses), strict=True):
+        if node is None:
             raise ValueError(
                 f"{here()}: losses must carry a graph, found no graph in {loss!r}. Compute it from the model, outside "
                 "of torch.no_grad(); for an objective that this batch does not have, pass 0 times another loss."

@@ -7,7 +7,9 @@ import torch
 from bounds import check_same
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated import simulated
 
+from functional_jd.aggregation import gramian
 from functional_jd.core import rows
 from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 
@@ -100,3 +102,24 @@ def test_rows_that_are_none_are_named(mistake):
     tree, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=f"functional_jd: .*{message}"):
         rows.row_count(tree)
+
+
+CUTS = {
+    "one": lambda m, n: (m[:, :1], m[:, 1:3], m[:, 3:]),
+    "two": lambda m, n: (m[:, :2], n[:, 2:]),
+    "apart": lambda m, n: (m[:, :1], m[:, 2:]),
+    "transposed": lambda m, n: (m.mT[:2, :2], m.mT[2:, :2]),
+    "second": lambda m, n: (m.view(3, 2, 2)[:, :1, 0], m.view(3, 2, 2)[:, :1, 1]),
+    "rows": lambda m, n: (m[:2, :2], m.view(-1)[2:8].view(2, 3)[:, :2]),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_columns_of_one_matrix_are_joined_without_a_copy_if_they_are_neighbours(cut):
+    m, n = torch.arange(12.0).reshape(3, 4) ** 2 + 1, torch.ones(3, 4)
+    with simulated() as device:
+        found = device.get(gramian(list(cut(device.put(m), device.put(n)))))
+        x = device.put(m).requires_grad_()
+        (slope,) = torch.autograd.grad(gramian([x[:, :2], x[:, 2:]]).diagonal().sum(), x)
+        assert torch.equal(device.get(slope), 2 * m)
+    assert torch.equal(found, gramian(list(cut(m, n))))

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated import simulated
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -256,6 +257,9 @@ def test_one_value_that_is_not_finite_is_seen(poison, where):
     parts = values.split([leaf.numel() for leaf in leaves])
     tree = {"a": [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)], "b": {}}
     assert trees.all_finite(tree) == (poison is None)
+    assert trees.all_finite(tree["a"][:4]) == (poison is None or where > 6)
+    with simulated() as device:
+        assert trees.all_finite(device.put([x.float() for x in tree["a"]])) == (poison is None)
     assert trees.all_finite({}) == True  # noqa: E712
 
 

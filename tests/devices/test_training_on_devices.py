@@ -153,6 +153,13 @@ def test_a_skipped_step(shape):
     same_on_both(run, torch.ones(3), torch.full((), 1e37), dtype=torch.float32)
 
 
+def test_a_row_that_shares_memory_with_parts_of_it_is_unscaled_once():
+    params = {"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones((), dtype=torch.float64), "d": torch.ones(2)}
+    loss = lambda p, x: (x @ (torch.cat([p["a"], p["b"]]) + p["d"])).square() * p["c"].float()
+    rows = lambda device, p, x, scale: jd.jacobian_fn(jd.per_example(loss), scale=scale)(p, x)[0]
+    same_on_both(rows, params, numbers(3, 2).float(), torch.tensor(4.0), dtype=torch.float32)
+
+
 def test_buffers():
     net = made(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
     apply = jd.functional(net)

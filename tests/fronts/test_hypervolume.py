@@ -106,6 +106,7 @@ def test_beyond_the_reference_the_worst_solution_sets_it():
     check_slopes(found, by_differences(points, torch.tensor([3.0, 4.4], dtype=torch.float64)))
     alone = hypervolume_gradient([0.0, 0.0]).weigh(torch.zeros(1, 2))
     torch.testing.assert_close(alone, torch.full((1, 2), 0.5**0.5).double())
+    assert (hypervolume_gradient([-10.0, -10.0]).weigh(points - 9) >= 0).all()
 
 
 def test_equal_solutions_belong_to_fronts_of_their_own():
@@ -117,7 +118,7 @@ def test_equal_solutions_belong_to_fronts_of_their_own():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_solution_that_is_not_finite_does_not_touch_the_others(bad):
-    points = torch.tensor([[0.2, 0.5], [bad, 0.0], [0.6, 0.1]]).double()
+    points = torch.tensor([[0.2, 0.5], [bad, 0.3], [0.6, 0.1]]).double()
     found = hypervolume_gradient([1.0, 1.0]).weigh(points)
     torch.testing.assert_close(found[[0, 2]], hypervolume_gradient([1.0, 1.0]).weigh(points[[0, 2]]))
     assert found[1].isnan().all()

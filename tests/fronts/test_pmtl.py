@@ -90,8 +90,8 @@ def test_the_lengths_of_preferences_do_not_matter(length):
     u = lattice(2, 4)
     expected = jd.aggregate(pmtl(u)(u[3]), J, losses=L).weights
     assert (expected < 0).any()  # outside of its sector
-    for several, own in ((length * u, u[3]), (u, length * u[3]), (length * u, length * u[3])):
-        torch.testing.assert_close(jd.aggregate(pmtl(several)(own), J, losses=L).weights, expected)
+    for several, own, scale in ((length * u, u[3], 1), (u, length * u[3], length), (length * u, length * u[3], 1)):
+        torch.testing.assert_close(jd.aggregate(pmtl(several)(own), J, losses=scale * L).weights, expected)
 
 
 def test_many_preferences_and_losses_that_are_not_finite():

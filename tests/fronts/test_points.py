@@ -43,8 +43,9 @@ def test_the_knee_of_a_circle_is_its_middle_in_any_units():
     circle = 1 - torch.stack([angles.cos(), angles.sin()], 1)  # convex: its middle is nearest to the ideal point
     assert knee(circle) == 4
     assert knee(circle * torch.tensor([1e3, 1e-3]) + torch.tensor([-2.0, 5.0])) == 4
-    assert knee(torch.cat([circle, circle + 0.5])) == 4
-    assert knee(torch.tensor([[0.5, 1.0, 3.0], [0.2, 1.0, 4.0]])) in (0, 1)
+    worse = circle + torch.tensor([0.5, 50.0]), torch.full((1, 2), torch.nan)
+    assert knee(torch.cat([circle, *worse]) - torch.tensor([100.0, 1.0])) == 4
+    assert knee(torch.tensor([[0.5, 1.0, 3.0], [0.2, 1.0, 3.3], [0.1, 1.0, 5.0]])) == 1
 
 
 def test_the_knee_of_several_losses_is_nearest_to_the_ideal_between_ideal_and_nadir():

@@ -360,7 +360,8 @@ REFUSED = {
     "replaces": (writes(replaces), LEAVES + r"replaces 'first\.weight'\. Make"),
     "deletes": (writes(deletes), LEAVES + r"replaces 'first\.bias'\. Make"),
 }
-FOUND_LATER = {"changes data": (writes(lambda layer: layer.weight.data.clamp_(-0.1, 0.1)), WRITTEN)}
+CHANGES = (lambda layer: layer.weight.data.clamp_(-0.1, 0.1), lambda layer: layer.weight.data.clamp_(max=9))
+FOUND_LATER = {f"changes data {bool(k)}": (writes(change), WRITTEN) for k, change in enumerate(CHANGES)}
 
 
 def losses_of(kind, apply):

@@ -28,7 +28,7 @@ trees = st.recursive(
 
 @given(trees, st.integers(1, 4))
 def test_every_leaf_is_in_one_of_the_two_and_together_they_are_the_tree(tree, divisor):
-    chosen, rest = fj.objectives.partition(tree, lambda _, x: int(x) % divisor == 0)
+    rest, chosen = fj.objectives.partition(tree, lambda _, x: int(x) % divisor)
     leaves = tree_flatten(tree)[0]
     assert all(int(x) % divisor == 0 for x in tree_flatten(chosen)[0])
     assert all(int(x) % divisor for x in tree_flatten(rest)[0])

@@ -23,6 +23,7 @@ def test_per_example_is_a_loop_over_the_examples(count, x_dim, y_dim):
     expected = [loss(w, x[i], y if y_dim is None else y[i]) for i in range(count)]
     for key in ("error", "size"):
         torch.testing.assert_close(values[key], torch.stack([e[key] for e in expected]))
+    assert per_example(loss, in_dims=(x_dim, y_dim)).count((batched, y)) == count
 
 
 def test_examples_may_be_trees():
@@ -37,14 +38,15 @@ def test_per_example_falls_back_to_the_loop_where_vmap_cannot():
 
     for outer in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=outer):
-            values = per_example(branching)(torch.tensor(2.0).half(), torch.tensor([1.0, -1.0, 3.0]))
+            values = per_example(branching, in_dims=-1)(torch.tensor(2.0).half(), torch.tensor([[1.0, -1.0, 3.0]]))
         assert (values.tolist(), values.dtype) == ([2, -2, 2], torch.float16)
 
 
 def test_random_layers_draw_anew_for_every_example():
     torch.manual_seed(0)
-    values = per_example(lambda w, x: (w * torch.rand(())).sum())(torch.ones(2), torch.zeros(50))
-    assert values.unique().numel() > 40
+    losses = per_example(lambda w, x: (w * torch.rand(())).sum())
+    for f in (losses, torch.compile(losses, backend="eager", fullgraph=True)):
+        assert f(torch.ones(2), torch.zeros(50)).unique().numel() > 40
 
 
 def test_per_example_composes_with_transforms():

@@ -116,6 +116,8 @@ def test_squares_of_losses_in_half_precision_neither_overflow_nor_are_rounded(dt
         moved, state = optimizer.search(lambda p: p.to(dtype), ahead, optimizer.init(x), x)
         assert (state.rate.dtype, state.rate) == (torch.float64, 1.0)  # whatever the rates are
         assert torch.equal(moved, x - ahead)
+    optimizer = line_search(fj.sgd(1.0), [4.0, 1.0, 0.5])
+    assert optimizer.search(lambda p: 1e-25 * p, x, optimizer.init(x), x)[1].rate == 1  # nor do they underflow
 
 
 def test_losses_that_vmap_refuses_are_compared_one_by_one_and_leave_no_trace():

@@ -70,6 +70,11 @@ def test_parameters_keep_their_dtype_and_the_noise_has_at_least_32_bits(dtype):
     params = {"w": torch.zeros(3, dtype=dtype)}
     seen, _ = received(params, params=params)
     assert seen["w"].dtype == torch.promote_types(dtype, torch.float32)
+    wide = {"w": params["w"].to(seen["w"].dtype)}
+    assert torch.equal(seen["w"].float(), received(wide, params=params)[0]["w"].float())
+    assert received(params, params=params, batch_size=torch.tensor(1e5))[0]["w"].all()
+    mixed = {"a": torch.zeros(2).double(), **params}
+    assert received(mixed, params=mixed)[0]["w"].dtype == seen["w"].dtype
     optimizer = noised(fj.sgd(0.1), key(0), 1.0, 1.0, 1)
     moved, _ = optimizer.update(params, optimizer.init(params), params)
     assert moved["w"].dtype == dtype

@@ -285,6 +285,8 @@ def test_numbers_and_names_that_come_back_are_those_of_the_kind():
     equal(f(X, -0.0), X / -0.0)
     assert all(f(X, torch.nan).isnan().all() for _ in range(2))
     assert len(f.graphs) == 3
+    named = graph_of(lambda d: {name: 2 * x for name, x in d.items()})
+    assert [*named({"a": X}), *named({"b": X})] == ["a", "b"]
     real, z = graph_of(lambda z: z.real + z.imag), torch.complex(X, X + 1)
     for each in (z, z.conj()):
         equal(real(each), each.real + each.imag)
@@ -334,6 +336,7 @@ class Tagged(torch.Tensor):
         (lambda b: b.x, (Batch(X),), TypeError, "argument 0 must be a tensor, .*, found Batch. Pass a dict"),
         (lambda x: x[x > 0].mean(), (X,), RuntimeError, r"do not depend on values.*found aten.* torch.where"),
         (lambda x: x if x.sum() > 0 else -x, (X,), RuntimeError, "do not depend on values"),
+        (jd.jacobian_fn(lambda x: [x[x > 0].mean()] * 4), (X,), RuntimeError, "do not depend on values"),
         (lambda x: x * x.sum().item(), (X,), RuntimeError, r"without \.item\(\)"),
         (lambda x: x[PLACE], (X,), RuntimeError, "value of a tensor that is not an argument"),
         (torch.sin, (X.as_subclass(Tagged),), TypeError, r"0 must be a plain tensor.* Tagged. torch.compile\(f\)"),

@@ -177,6 +177,7 @@ def test_what_is_refused():
     foreign = jd.weigh(losses[:2], net.parameters(), jd.imtl_l()).state
     cases = [
         (lambda: call(fixed), ValueError, "must carry a graph, found no graph in 'kl'"),
+        (lambda: call(torch.stack([losses[0], twice[0]])), ValueError, "must carry a graph, found no graph in '1'"),
         (lambda: call(parameters=[losses.detach()]), ValueError, "parameters must be tensors that"),
         (lambda: call(parameters=other), ValueError, "losses must depend on the parameters or features given"),
         (lambda: call(features=losses.detach()), ValueError, "features must be tensors that require grad"),

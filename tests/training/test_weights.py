@@ -236,16 +236,20 @@ def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
 
 
 def test_parameters_that_are_frozen_are_refused_later_too():
-    net, x = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)), torch.randn(4, 2)
-    losses = lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0)
-    with pytest.raises(ValueError, match=r"weights_fn: all parameters must require grad.*found frozen '0.bias'"):
-        jd.weights_fn(losses, jd.config())(dict(net.named_parameters()), x)
-    net = nn.Linear(2, 2)
+    net, x = nn.Linear(2, 2), torch.randn(4, 2)
     weigh = jd.weights_fn(lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0), jd.config())
     state = weigh(dict(net.named_parameters()), x).state
     net.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"weights_fn: all parameters must require grad.*found frozen 'bias'"):
         weigh(dict(net.named_parameters()), x, state=state)
+    apply, params = jd.functional(net.requires_grad_()), {name: p.detach() for name, p in net.named_parameters()}
+    net.requires_grad_(False)  # as trainers of two networks do
+    assert jd.weights_fn(lambda p, x: (p["x"] * apply(params, {}, x)[0]).mean(0), jd.mean())({"x": x}, x).weights.all()
+    with pytest.raises(ValueError, match=r"functional: requires_grad of the module must stay .* found 'weight' frozen"):
+        jd.weights_fn(lambda p, x: apply(p, {}, x)[0].square().mean(0), jd.mean())(params, x)
+    (hooked := nn.Parameter(x)).register_hook(torch.zeros_like)
+    with pytest.warns(UserWarning, match=r"weights_fn: parameters must have no hooks, found one of 'x'"):
+        jd.weights_fn(lambda p, x: p["x"].square().mean(0), jd.mean())({"x": hooked}, x)
 
 
 def test_rules_that_weigh_single_entries_and_numbers_as_scales_are_refused():
