@@ -26,21 +26,14 @@ def gap(J):
     return float(((d @ d - J @ d) / norms).max() / norms.min())
 
 
-@pytest.mark.parametrize("m", [2, 3, 5, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("m", [2, 3, 5, 8, 16, 32, 64, 100, 128])
 def test_the_duality_gap_is_rounding(m):
     J = random_rows(m, m + 5)
     spread = 10 ** torch.linspace(-12, 12, m, dtype=torch.float64).unsqueeze(1)
-    shifted, low = J - 0.9 * J.mean(0), J[:, : m // 2 + 1] @ random_rows(m // 2 + 1, m + 5, seed=1)
-    for rows in (J, shifted, J - J.mean(0), low, torch.cat([J, J]), torch.cat([J, -2 * J]), spread * shifted):
+    shifted, ranks = J - 0.9 * J.mean(0), [(seed, r) for seed in range(6) for r in (1, 3, m // 2, m // 2 + 1) if r]
+    low = [random_rows(m, r, seed=seed) @ random_rows(r, r + 4, seed=seed + 1) for seed, r in ranks]
+    for rows in (J, shifted, J - J.mean(0), *low, torch.cat([J, J]), torch.cat([J, -2 * J]), spread * shifted):
         assert gap(rows) <= 64 * sum(rows.shape) * eps()
-
-
-@pytest.mark.parametrize("m", [64, 100, 128])
-def test_weights_of_dependent_rows_stay_in_the_simplex(m):
-    for seed in range(6):
-        for rank in (1, 3, m // 2):
-            J = random_rows(m, rank, seed=seed) @ random_rows(rank, rank + 4, seed=seed + 1)
-            assert gap(J) <= 1e-10 * m
 
 
 @given(integer_jacobians())

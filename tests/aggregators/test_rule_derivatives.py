@@ -75,8 +75,3 @@ def test_derivatives_are_those_of_finite_differences(name):
     inputs = [x.clone().requires_grad_() for x in (J, *others)]
     assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, inputs)
-
-
-def test_many_rows_of_cagrad_have_first_derivatives():
-    f = lambda J: direction(jd.cagrad(0.4), J)
-    assert torch.autograd.gradcheck(f, alike(6).requires_grad_(), check_forward_ad=True)

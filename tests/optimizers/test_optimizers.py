@@ -590,14 +590,6 @@ def test_from_transformation_is_the_loop_of_torchopt(name, seed):
         assert_close(step, params, roundings=0)
 
 
-@given(seed=seeds)
-def test_from_transformation_takes_optax_pairs(seed):
-    directions = [tree(seed + i) for i in range(1, 5)]
-    found, _ = run(from_transformation(optax_momentum(0.1)), tree(seed), directions)
-    expected = run_torch(torch.optim.SGD, tree(seed), directions, lr=0.1, momentum=0.9)
-    assert_close(found, expected)
-
-
 def test_from_transformation_needs_a_pair_and_leaves_params_without_update():
     freeze = Momentum(lambda params: (), lambda updates, state, params: ({"a": None, "b": -updates["b"]}, state))
     params = {"a": torch.ones(2), "b": torch.ones(2)}

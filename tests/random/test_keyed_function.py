@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from sequences import compiled
 from torch import nn
+from torch.utils._pytree import tree_leaves as leaves
 from torch.utils.checkpoint import checkpoint
 
 from functional_jd import gramian_fn, jacobian_fn, per_example, random, weighted_fn
@@ -65,10 +66,6 @@ DRAWS = {
     "many": lambda: sum(torch.rand(2) for _ in range(keyed_function._AHEAD + 3)),
 }
 every_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-
-
-def leaves(tree):
-    return torch.utils._pytree.tree_leaves(tree)
 
 
 def same_bits(left, right):

@@ -4,7 +4,6 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from bounds import eps
 
 import functional_jd as jd
 from functional_jd.aggregation.views import full_jacobian, gramian, no_gradients
@@ -83,6 +82,7 @@ BROKEN = {
     "state changes form": (laws.shaped, forgetful(lambda view, state: (ones(view), (view,)))),
     "weights in half precision": (laws.shaped, jd.stateless(no_gradients, lambda view: ones(view).half())),
     "counts leaves": (laws.tree_equals_flat, jd.stateless(full_jacobian, lambda J: leaves(J) * (no_gradients(J) + 1))),
+    "divides by zero": (laws.finite, SINGULAR),
     "divides by zero in its third step": (laws.finite, remembering(lambda steps: 1 / (2 - steps))),
     "differs under vmap in its second step": (laws.batched, remembering(lambda steps: 1 + Doubled.apply(steps))),
     "decides in Python when it starts": (
@@ -121,15 +121,8 @@ def test_a_rule_that_breaks_the_law_is_caught(name):
 
 @pytest.mark.parametrize("law", laws.ALWAYS + laws.BY_CLAIM, ids=lambda law: law.__name__)
 def test_every_law_has_a_rule_that_breaks_it_and_a_source(law):
-    assert law in {law for law, _ in BROKEN.values()} | {laws.finite}
+    assert law in {law for law, _ in BROKEN.values()}
     assert "Source: " in law.__doc__
-
-
-def test_a_division_by_zero_is_not_finite():
-    found = laws_of(SINGULAR, laws.finite, settings=FOUND)["finite"]
-    assert not found
-    G = found.jacobian @ found.jacobian.mT
-    assert torch.linalg.det(G).abs() <= 64 * eps() * G.norm() ** len(G)
 
 
 def test_hidden_infinities_are_not_overlooked():

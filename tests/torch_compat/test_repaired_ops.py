@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from zoo import numbers as draw
 
 import functional_jd as fj
 from functional_jd.torch_compat.repaired_ops import cdist, select_scatter
@@ -16,10 +17,6 @@ WAYS = ("use_mm_for_euclid_dist_if_necessary", "donot_use_mm_for_euclid_dist", "
 # A term of a gradient is a weight times a power of `|x - y| / d`, which is not above 1: so many roundings at most.
 ROUNDINGS = 32
 M = 5
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def problem(p=2.0, batch=(), way=WAYS[0]):

@@ -11,15 +11,12 @@ from rule_table import RULES, rule_of
 from simulated import simulated
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
+from zoo import numbers
 
 import functional_jd as jd
 
 NAMES = "abc"
 RULES_OF_STEPS = [name for name in RULES if name not in {"krum", "grouped", "modo", "sdmgrad"}]
-
-
-def numbers(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 X, Y = numbers(12, 4), numbers(12, 3, seed=1)

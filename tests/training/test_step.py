@@ -121,17 +121,6 @@ def test_one_graph_serves_every_scale(kind):
     close(state, eager, **tolerance) if tolerance else check_same(state, eager)
 
 
-def test_a_modules_parameters_leave_their_graph_behind():
-    linear = nn.Linear(2, 1)
-    losses = lambda p, x: functional_call(linear, p, (x,)).flatten()
-    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
-    before = linear.weight.detach().clone()
-    state = fj.train_state(dict(linear.named_parameters()), torch.ones(3, 2), **how)
-    after, info = fj.step(state, torch.ones(3, 2), **how)
-    assert not any(leaf.requires_grad for leaf in tree_leaves((state, after, info)))
-    assert torch.equal(linear.weight, before)
-
-
 @pytest.mark.parametrize(
     ("rule", "weights"),
     [(fj.mean(), [0.25] * 4), (scalarized(torch.prod), [24.0, 12.0, 8.0, 6.0]), (fj.cr_mogm(fj.total()), [1.0] * 4)],
