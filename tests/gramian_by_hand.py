@@ -134,7 +134,7 @@ STEPS = {
     "transposed": lambda p, x, w: torch.matmul(x, p[w].mT),
     "twice_transposed": lambda p, x, w: F.linear(x, p[w].T.t()),
     "left": lambda p, x, w: (p[w] @ x.mT).mT,
-    "looked_up": lambda p, x, w: x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2),  # by all examples alike
+    "looked_up": lambda p, x, w: x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=-1),  # by all examples alike
     "convolved": lambda p, x, w: F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT,
     "normed": lambda p, x, w: F.layer_norm(x, (3,), p[w][0], p["b"], 0.1) + F.rms_norm(x, (3,), p[w][:, 1], 0.1),
     "cut": _cut,

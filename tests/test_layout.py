@@ -91,7 +91,6 @@ def test_one_thought_fits_a_function():
 
 LONG = {
     "adamw.adamw": "holds `step`, and all that it needs of the hyper-parameters",
-    "adapters.from_torch": "holds init, update and their checks, which share the optimizer of torch",
     "train.train": "holds the functions of the population, which share its closure",
 }
 """Functions of more than 50 lines, and why they are not parted."""

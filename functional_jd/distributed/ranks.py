@@ -107,7 +107,7 @@ def check_replicas(tree: Tree, group: Group = None) -> None:
 
 def _differs(leaf: Any, group: Group) -> Tensor:
     """Whether this rank's leaf has other bits than the first rank's: bool `[]`."""
-    shard = shard_of(leaf.detach())
+    shard = shard_of(leaf.detach()).resolve_conj().resolve_neg()
     if not is_sharded(leaf):
         firsts = [collective("first", shard, group)]
     else:

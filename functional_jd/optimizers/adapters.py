@@ -91,20 +91,10 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         steps, zeros = no_steps(params), [torch.zeros_like(leaf) for leaf in leaves]
         rate = _rate(schedule, steps) if scheduled else None
         optimizer = _instance(cls, hyper, rate, leaves, zeros, [{} for _ in leaves])
-        before = _settings(optimizer)
-        optimizer.step()
+        entries = _stepped(optimizer)
         for x in optimizer.param_groups[0]["params"]:  # of a direction of zero
             if x.dtype == torch.float16 and has_values(x) and not x.isfinite().all():
                 refuse("params", "of a dtype in which eps is not zero", x, "Keep them in float32.", ValueError)
-        entries = _entries(optimizer)
-        unsupported = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
-        if before != _settings(optimizer):
-            unsupported.add("param_groups")
-        if unsupported or len(optimizer.state) > len(leaves):
-            raise TypeError(
-                f"from_torch: the state of {cls.__name__} must be one dict of tensors per parameter, found other "
-                f"values or changes in {sorted(unsupported) or 'its state'}. Use another class, or write your own."
-            )
         return TorchState(steps, tuple(starmap(_sharded_entry, zip(entries, whole, strict=True))))
 
     def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
@@ -116,8 +106,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         results: list[Any] = []
         for entries in ([{} for _ in leaves], state.entries):
             optimizer = _instance(cls, hyper, rate, leaves, gradients, entries)
-            optimizer.step()
-            results.append((optimizer.param_groups[0]["params"], tuple(_entries(optimizer))))
+            results.append((optimizer.param_groups[0]["params"], tuple(_stepped(optimizer))))
 
         def select(first: Tensor, later: Tensor) -> Tensor:
             return torch.where((state.steps > 0).to(later.device), later, first)
@@ -171,8 +160,7 @@ def _instance(
     """Return an instance of the class with copies of the parameters, gradients and state, at this learning rate."""
     if under_functorch():
         raise ValueError(
-            "from_torch: torch.optim works in place and must be outside of transforms, found torch.func around it. Use "
-            "sgd, adamw or from_transformation."
+            "from_torch: torch.optim must be outside of transforms, found torch.func. Take sgd, adamw or others."
         )
     copies = [leaf.detach().clone() for leaf in params]
     # Else the count of steps is a number of the host, which waits for it. But its powers are then of float32.
@@ -194,9 +182,21 @@ def _sharded_entry(entry: dict[str, Any], leaf: Tensor) -> dict[str, Any]:
     return {key: sharded_as(x, leaf) if x.shape == shard_of(leaf).shape else x for key, x in entry.items()}
 
 
-def _entries(optimizer: Any) -> list[dict[str, Any]]:
-    return [dict(optimizer.state[leaf]) for leaf in optimizer.param_groups[0]["params"]]
+def _stepped(optimizer: Any) -> list[dict[str, Any]]:
+    """The state of each parameter after a step, which may change nothing else; raise if it does."""
+    before = _settings(optimizer)
+    optimizer.step()
+    entries = [dict(optimizer.state[leaf]) for leaf in optimizer.param_groups[0]["params"]]
+    unsupported = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
+    unsupported |= {key for key, _ in before ^ _settings(optimizer)}
+    if unsupported or len(optimizer.state) > len(entries):
+        raise TypeError(
+            f"from_torch: the state of {type(optimizer).__name__} must be one dict of tensors per parameter, found "
+            f"other values or changes in {sorted(unsupported) or 'its state'}. Use another class, or write your own."
+        )
+    return entries
 
 
-def _settings(optimizer: Any) -> str:
-    return repr([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])
+def _settings(optimizer: Any) -> set[tuple[str, Any]]:
+    parts = *optimizer.param_groups, {key: x for key, x in vars(optimizer).items() if key[0] != "_"}
+    return {(key, repr(x)) for own in parts for key, x in own.items() if isinstance(x, bool | int | float | tuple)}

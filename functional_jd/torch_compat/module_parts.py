@@ -63,12 +63,12 @@ class ModuleParts:
                 "freeze what is passed. Pass that detached. Or freeze the module before functional(module)."
             )
         for part, contents, before in self.ordinary:
-            if _contents(part) != contents:
-                raise ValueError(
-                    "functional: expected the module as it was when functional(module) was called, found other parts "
-                    f"or parameters in its {type(part).__name__}. Call functional again."
-                )
             home = part._buffers  # pyright: ignore[reportPrivateUsage]
+            if _contents(part) != contents or not before.keys() <= home.keys():
+                raise ValueError(
+                    "functional: expected the module as it was when functional(module) was called, found other parts, "
+                    f"parameters or buffers in its {type(part).__name__}. Call functional again."
+                )
             for name in [name for name, x in home.items() if x is not None and not before.get(name)]:
                 saved = name in part.state_dict()
                 del home[name]
@@ -87,7 +87,7 @@ class ModuleParts:
 
     def own_parameters(self) -> dict[str, Tensor]:
         """The parameters that the module has now, by name."""
-        return {place.key: place.home[place.name] for place in self.places if place.key in self.param_names}
+        return {p.key: p.home[p.name] for p in self.places if p.key in self.param_names and p.name in p.home}
 
     def left_tensors(self) -> list[Tensor]:
         """The tensors in attributes of the parts, and in containers there."""
@@ -102,8 +102,8 @@ def _has_settings(part: nn.Module) -> bool:
     return own <= declared and not _tensors_in(map(vars(part).get, own))
 
 
-def _contents(part: nn.Module) -> tuple[int, tuple[Any, ...]]:
-    return len(part._parameters), tuple(part._modules.values())  # pyright: ignore[reportPrivateUsage]
+def _contents(part: nn.Module) -> tuple[Any, ...]:
+    return *part._parameters, *part._modules.values()  # pyright: ignore[reportPrivateUsage]
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.objectives.functional import put_back
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat import graphs
+from functional_jd.torch_compat.slow_path import random_state_outside_torch
 from functional_jd.torch_compat.torch_internals import NO_TRANSFORM, dispatch_modes, transform_level
 from functional_jd.training.captured import Captured
 
@@ -90,7 +91,7 @@ class Compiled:
         tensors = [leaf for leaf in first + rest if isinstance(leaf, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
         key: Any = of_first, of_rest, _ambient(tensors[:1] if self.donate else tensors), kinds, *map(_kind, rest)
         graph = self.graphs.get(key)
-        while graph is not None and (modes := tuple([x.training for x in graph.modules])) != graph.modes:
+        while graph is not None and (modes := _modes(graph.modules, graph.constants)) != graph.modes:
             key = (*key, modes)
             graph = self.graphs.get(key)
         if graph is None or transform_level() != NO_TRANSFORM or graphs.function_modes():
@@ -142,13 +143,15 @@ class Compiled:
 
         def note(module: nn.Module, _: Any) -> None:
             if get_ident() == thread and not torch.compiler.is_compiling():  # no compiled body of torch's control flow
-                called[id(module)] = module
+                called.update({id(part): part for part in module.modules()})
 
         with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]), ExitStack() as after:
+            after.callback(random_state_outside_torch())
             with register_module_forward_pre_hook(note):
                 of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
-            after.callback(put_back, [(x, dict(x.__dict__)) for x in called.values()])
-            for own in [x._buffers for x in called.values()]:  # pyright: ignore[reportPrivateUsage]
+            ordinary = [x for x in called.values() if not isinstance(x, torch.jit.ScriptModule)]
+            after.callback(put_back, [(x, dict(x.__dict__)) for x in ordinary])
+            for own in [x._buffers for x in ordinary]:  # pyright: ignore[reportPrivateUsage]
                 after.callback(own.update, dict(own))
             graph = graphs.written(of_tensors, tensors)
         for node in [x for x in graphs.written_bases(graph) if x.op in ("placeholder", "get_attr")]:
@@ -157,23 +160,20 @@ class Compiled:
                 "place. Return the new value instead. For a module with buffers, functional(module) returns them."
             )
         for node in graphs.draws(graph):
-            raise ValueError(
-                f"compiled: expected numbers that are drawn by a key, found {node.target}. Wrap what draws by "
-                "random.keyed, and pass its key as an argument."
-            )
+            raise ValueError(f"compiled: numbers must be drawn by a key, found {node.target}. Take random.keyed(f).")
         constants = graphs.with_inputs_for_constants(graph)
         inputs, modules = [*tensors, *(x.detach() for x in constants)], [*called.values()]
         backend = _NAMED[self.backend] if isinstance(self.backend, str) else self.backend
         with autocast_disabled():  # casts are operators of the graph
             run = backend(graph, inputs, *((len(tensors), found[0]) if backend is Captured else ()))
-        return _Graph(run, constants, modules, tuple([x.training for x in modules]), *found[1:])
+        return _Graph(run, constants, modules, _modes(modules, constants), *found[1:])
 
 
 class _Graph(NamedTuple):
     run: Any
     constants: list[Tensor]  # of closures, which it takes after the arguments
     modules: list[nn.Module]  # that it calls
-    modes: tuple[bool, ...]
+    modes: tuple[Any, ...]  # theirs, and the shapes of the constants
     structure: Any  # of the results
     others: list[tuple[int, Any]]  # the leaves of the results that are no tensors, with their places
 
@@ -181,6 +181,7 @@ class _Graph(NamedTuple):
 _RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 _MANY = 8  # graphs of one function: mostly not due to shapes
 _TOO_MANY = f"compiled: {_MANY} graphs of one function exist. Pad batches to one size, pass numbers as tensors."
+_modes: Any = lambda modules, constants: (*[x.training for x in modules], *[x.shape for x in constants])
 _COMPILING = Lock()  # torch traces one function at a time
 _INSIDE = ContextVar("compiled", default=False)  # whether a function is being written down here, with what it calls
 _NAMED: Any = {"inductor": graphs.machine_code, "eager": lambda graph, _: graph.forward, "cudagraphs": Captured}
@@ -191,12 +192,12 @@ def _kind(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):  # floats as text: NaN is itself, and -0 not 0
         if type(leaf).__hash__ is None:
             refuse("an argument", "a tensor or hashable", leaf, "Bind others by functools.partial.")
-        return leaf.hex() if type(leaf) is float else (type(leaf), leaf)
+        return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
     strides: Any = leaf.stride() if leaf.layout is torch.strided and not leaf.is_nested else None
     if strides and 1 in leaf.shape:  # along which no step is taken
         strides = tuple(step for size, step in zip(leaf.shape, strides, strict=True) if size != 1)
-    bits = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
-    return leaf.shape, type(leaf) in PLAIN_TENSORS, strides, leaf.dtype, leaf.device, bits
+    bits = leaf.requires_grad, leaf.is_conj(), leaf.is_neg(), leaf.is_sparse and leaf.is_coalesced()
+    return not leaf.is_nested and leaf.shape, type(leaf) in PLAIN_TENSORS, strides, leaf.dtype, leaf.device, bits
 
 
 def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:

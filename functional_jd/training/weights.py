@@ -22,7 +22,7 @@ from functional_jd.engines.evaluate import check_losses, element_count, row_scal
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import agree, check_alike, group_of_ranks, mean_over_group, replicate, replicated
 from functional_jd.engines.row_vjps import dense, gradients_one_by_one, stack_rows
-from functional_jd.engines.vjp import Vjp
+from functional_jd.engines.vjp import Vjp, check_mode
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscaled_rows
 from functional_jd.precision.scale_state import ScaleState, no_scale
@@ -185,18 +185,16 @@ def weigh(
         group: the ranks, each with its own part of the batch, as in `weights_fn`: rows and losses are means over them.
 
     Returns:
-        `Weighed(weights, state, finite)`. Rules that need gradients cost a backward pass for each loss, and memory for
-        the m rows. The graph is kept for the pass that follows.
+        `Weighed(weights, state, finite)`. Rules that need gradients cost a backward pass and a row of memory per loss.
 
     Raises:
         TypeError: `aggregator` is not a rule, a loss not a floating-point tensor, `scale` not a `ScaleState`.
         ValueError: a loss without a graph, by its name; no parameter that requires grad, or none that is reached; a
-            `DTensor`; a scale with another number of entries; a rule that weights single entries; a call under a
-            transform; several ranks and no group; in calls without a state, ranks that differ.
+            `DTensor`; a scale of another size; a rule for entries; a transform; no group for ranks; ranks that differ.
 
     Guarantees:
         The gradient of `(weights * losses).sum()` is the direction that `aggregate` returns for the same rows. A loss
-        that is not finite flags itself alone; all weights are NaN. Nothing outlives the call: no `.grad` is written.
+        that is not finite flags itself alone; all weights are NaN. The graph is kept, and no `.grad` is written.
 
     Example:
         >>> model, x = nn.Linear(2, 2), torch.ones(3, 2)
@@ -205,6 +203,7 @@ def weigh(
         >>> (weights * losses).sum().backward()  # then the optimizer takes its step
     """
     check_rule(aggregator)
+    check_mode()
     if under_transform():
         raise ValueError(f"{here()}: expected a call outside of transforms, found one inside. Use weights_fn there.")
     if scale is not None:

@@ -33,11 +33,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 # Which makes a copy, and says so; more on the right than on the left is what is to be shown.
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_convolutions_of_every_make(dims, kernel, stride, padding, dilation, groups, transposed, extra, kind, lean):
-    named = isinstance(padding, str)
-    stride = 1 if padding == "same" else stride
-    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    each = lambda n, least: n if isinstance(n, str) else tuple(max(n - d, least) for d in range(dims))
+    stride, dilation = each(1 if padding == "same" else stride, 1), each(dilation, 1)
+    how = {"stride": stride, "padding": each(padding, 0), "dilation": dilation, "groups": groups}
     if transposed:
-        how |= {"padding": 0 if named else padding, "output_padding": min(extra, max(stride, dilation) - 1)}
+        extras = tuple(min(extra, max(pair) - 1) for pair in zip(stride, dilation, strict=True))
+        how |= {"padding": 0 if isinstance(padding, str) else how["padding"], "output_padding": extras}
     f = getattr(F, f"conv_transpose{dims}d" if transposed else f"conv{dims}d")
     shape = (2, 3, *[kernel] * dims) if transposed else (4, 2 // groups, *[kernel] * dims)
     channels = 3 * groups if transposed else 4

@@ -13,6 +13,7 @@ from bounds import check_within, eps
 from small_modules import MODULES, X, made
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
@@ -452,12 +453,17 @@ def test_a_module_that_has_got_other_parts_is_refused():
     module = made(Base)
     apply, given = fj.functional(module), moved(module)
     module.last = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match=r"functional: expected the module as it was .* parameters in its Base\. Call"):
+    with pytest.raises(ValueError, match=r"functional: expected the module as it was .* buffers in its Base\. Call"):
         apply(*given, X)
     apply, given = fj.functional(module), moved(module)
     module.last.register_parameter("gain", nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match=r"parameters in its Linear"):
+    with pytest.raises(ValueError, match=r"parameters or buffers in its Linear"):
         apply(*given, X)
+    prune.identity(module.last, "weight")
+    apply, (params, buffers) = fj.functional(module), moved(module)
+    prune.remove(module.last, "weight")
+    with pytest.raises(ValueError, match=r"parameters or buffers in its Linear"):
+        apply(params, buffers, X)
 
 
 def test_parameters_without_shapes_are_refused_before_they_get_one():

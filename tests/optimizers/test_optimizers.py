@@ -524,7 +524,7 @@ def test_from_torch_refuses_transforms(transform):
         "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
         "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
     }[transform]
-    words = r"from_torch: torch\.optim works in place and must be outside of transforms"
+    words = r"from_torch: torch\.optim must be outside of transforms"
     for f in (lambda x: optimizer.update(x, state, params)[0], lambda x: optimizer.init(x).entries[0]["exp_avg"]):
         with pytest.raises(ValueError, match=words):
             transformed(f, torch.ones(3))
@@ -552,19 +552,28 @@ class CountsInGroup(CountsInState):
         self.param_groups[0]["k"] += 1
 
 
+class CountsLater(CountsInState):
+    count = 0
+
+    def step(self):
+        self.count += int(self.param_groups[0]["params"][0].grad.any())
+
+
 @pytest.mark.parametrize(
     ("cls", "error", "message"),
     [
         (CountsInState, TypeError, "from_torch: the state of CountsInState .*found.*'count'"),
-        (CountsInGroup, TypeError, "from_torch: the state of CountsInGroup .*found.*param_groups"),
+        (CountsInGroup, TypeError, "from_torch: the state of CountsInGroup .*found.*'k'"),
+        (CountsLater, TypeError, "from_torch: the state of CountsLater .*found.*'count'"),
         (torch.optim.LBFGS, TypeError, "closure"),
         (torch.optim.SparseAdam, RuntimeError, "SparseAdam does not support dense gradients"),
         (partial(torch.optim.Adam), TypeError, "from_torch: cls must be a class of torch.optim, found partial"),
     ],
 )
 def test_from_torch_raises_for_classes_that_it_cannot_make_pure(cls, error, message):
+    x = torch.ones(2)
     with pytest.raises(error, match=message):
-        from_torch(cls).init(torch.ones(2))
+        from_torch(cls).update(x, from_torch(cls).init(x), x)
 
 
 # --- Any optax-style pair

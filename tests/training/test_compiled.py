@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import pickle
+import random
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from bounds import check_same
@@ -271,6 +273,13 @@ def test_what_operators_follow_besides_has_graphs_of_its_own():
     with torch.inference_mode():
         equal(f(X[0]), expected)
     equal(f(X[0]), expected)
+    exact = graph_of(lambda x: x * torch.tensor(torch.are_deterministic_algorithms_enabled()))
+    equal(exact(X), 0 * X)
+    torch.use_deterministic_algorithms(True)
+    try:
+        equal(exact(X), X)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_numbers_and_names_that_come_back_are_those_of_the_kind():
@@ -283,12 +292,13 @@ def test_numbers_and_names_that_come_back_are_those_of_the_kind():
     f = graph_of(lambda x, n: x / n)  # numbers that are nearly equal have graphs of their own
     equal(f(X, 0.0), X / 0.0)
     equal(f(X, -0.0), X / -0.0)
+    assert all(torch.equal(f(X, zero), X / zero) for zero in (np.float64(0.0), np.float64(-0.0)))
     assert all(f(X, torch.nan).isnan().all() for _ in range(2))
-    assert len(f.graphs) == 3
+    assert len(f.graphs) == 5
     named = graph_of(lambda d: {name: 2 * x for name, x in d.items()})
     assert [*named({"a": X}), *named({"b": X})] == ["a", "b"]
     real, z = graph_of(lambda z: z.real + z.imag), torch.complex(X, X + 1)
-    for each in (z, z.conj()):
+    for each in (z, z.conj(), torch._neg_view(z)):
         equal(real(each), each.real + each.imag)
     twice = graph_of(lambda x, y: x - 2 * y)
     equal(twice(X, X), -X)  # the same tensor twice is two arguments
@@ -300,7 +310,7 @@ def test_writing_down_leaves_no_trace():
     moved, before = torch.zeros(3), torch.get_rng_state()
     recomputed = lambda x: checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
     for f, found in ((lambda x: x * torch.rand(()), "rand"), (recomputed, r"\w+")):
-        words = rf"compiled: expected numbers that are drawn by a key, found aten\.{found}"
+        words = rf"compiled: numbers must be drawn by a key, found aten\.{found}"
         with pytest.raises(ValueError, match=words):
             graph_of(f)(X)
     assert torch.equal(torch.get_rng_state(), before)
@@ -529,6 +539,8 @@ def test_tensors_of_closures_are_seen_as_they_are(backend):
     assert not f(x)[0].requires_grad
     f(x)[1].add_(1)
     assert f(x)[1] == 4, "the closure itself, as in eager code"
+    factor.data = torch.full((200,), 5.0)  # of another shape
+    equal(f(x)[0], 5 * x + 0.5)
     equal(
         jd.compiled(lambda x: weight * factor * x, backend=backend)(x), weight * factor * x
     )  # two constants come first
@@ -570,6 +582,13 @@ def test_the_modes_of_modules_choose_the_graph(way):
         torch.testing.assert_close((after.params, after.buffers), (expected.params, expected.buffers), rtol=0, atol=0)
         found.append(len(step.graphs))
     assert found == [1, 2, 3, 3, 3], "one for each set of modes"
+    scripted, draws = torch.jit.script(nn.Dropout()).eval(), random.getstate()
+    net.forward = lambda x: scripted(x) * (1 + net[2].training)  # of a part that is not called
+    f = graph_of(lambda x: net(x) * random.random() ** 0)
+    for change in (net[2].eval, net[2].train):
+        change()
+        equal(f(x), net(x))
+    assert random.getstate() == draws
 
 
 PROCESS = """
