@@ -55,8 +55,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         With `"eager"` rows and weights have the same bits, except if a rule chooses a solver by values (`config`,
         `imtl_g`). The direction of a rule that reads rows is equal to rounding: a graph sums them in float64.
         Results carry no gradient. Writing `f` down leaves no trace in generators, arguments or attributes of modules.
-        A `RuntimeWarning` at the eighth graph: each call with other arguments compiles.
-        Tensors of the closure of `f` are read in each call. Numbers, the order of keys and `tolist()` are read once.
+        The eighth graph warns. Tensors of the closure are read in each call; numbers, order and `tolist()` once.
 
     Example:
         >>> compiled(lambda x: {"twice": 2 * x}, backend="eager")(torch.ones(2))
@@ -143,7 +142,7 @@ class Compiled:
 
         def note(module: nn.Module, _: Any) -> None:
             if get_ident() == thread and not torch.compiler.is_compiling():  # no compiled body of torch's control flow
-                called.update({id(part): part for part in module.modules()})
+                called[id(module)] = module
 
         with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]), ExitStack() as after:
             after.callback(random_state_outside_torch())
@@ -162,7 +161,8 @@ class Compiled:
         for node in graphs.draws(graph):
             raise ValueError(f"compiled: numbers must be drawn by a key, found {node.target}. Take random.keyed(f).")
         constants = graphs.with_inputs_for_constants(graph)
-        inputs, modules = [*tensors, *(x.detach() for x in constants)], [*called.values()]
+        inputs = [*tensors, *(x.detach() for x in constants)]
+        modules = list(dict.fromkeys(part for module in called.values() for part in module.modules()))
         backend = _NAMED[self.backend] if isinstance(self.backend, str) else self.backend
         with autocast_disabled():  # casts are operators of the graph
             run = backend(graph, inputs, *((len(tensors), found[0]) if backend is Captured else ()))
