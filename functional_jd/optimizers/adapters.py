@@ -124,8 +124,8 @@ def from_transformation(transformation: Any) -> Optimizer:
     `updates, state = transformation.update(direction, state, params=params)`, `params + updates`.
 
     Args:
-        transformation: has `init(params) -> state`, of tensors, and `update(updates, state, params) -> (updates,
-            state)`; an argument `inplace` of `update` is False. An update of `None` leaves its parameter unchanged.
+        transformation: has `init(params) -> state`, of tensors, and `update(updates, state, params)`, which returns
+            updates and state; its argument `inplace` is False. An update of `None` leaves its parameter unchanged.
 
     Returns:
         An `Optimizer` with the state of the transformation. It composes with what the transformation composes with.
