@@ -21,7 +21,7 @@ from functional_jd.optimizers.base import (
     no_steps,
     on_shards,
 )
-from functional_jd.torch_compat.torch_internals import has_values, under_functorch
+from functional_jd.torch_compat.torch_internals import has_values, under_functorch, version
 
 _ENTRYWISE = "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"
 """The classes of torch.optim that update every entry by itself, so that shards may be updated one by one."""
@@ -159,9 +159,7 @@ def _instance(
 ) -> Any:
     """Return an instance of the class with copies of the parameters, gradients and state, at this learning rate."""
     if under_functorch():
-        raise ValueError(
-            "from_torch: torch.optim must be outside of transforms, found torch.func. Take sgd, adamw or others."
-        )
+        raise ValueError("from_torch: torch.optim must be outside of transforms, found torch.func. Take sgd or adamw.")
     copies = [leaf.detach().clone() for leaf in params]
     # Else the count of steps is a number of the host, which waits for it. But its powers are then of float32.
     may = params[0].device.type not in _COUNTS_ON_HOST and params[0].dtype != torch.float64
@@ -198,5 +196,7 @@ def _stepped(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _settings(optimizer: Any) -> set[tuple[str, Any]]:
-    parts = *optimizer.param_groups, {key: x for key, x in vars(optimizer).items() if key[0] != "_"}
-    return {(key, repr(x)) for own in parts for key, x in own.items() if isinstance(x, bool | int | float | tuple)}
+    """The settings of the groups, tensors by their changes in place, and the numbers of the optimizer itself."""
+    numbers = {key: x for key, x in vars(optimizer).items() if key[0] != "_" and isinstance(x, int | float | tuple)}
+    parts = [*({**group, "params": None} for group in optimizer.param_groups), numbers]
+    return {(key, repr((id(x), version(x)) if isinstance(x, Tensor) else x)) for own in parts for key, x in own.items()}

@@ -55,7 +55,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Any = "inductor", donate: 
         With `"eager"` rows and weights have the same bits, except if a rule chooses a solver by values (`config`,
         `imtl_g`). The direction of a rule that reads rows is equal to rounding: a graph sums them in float64.
         Results carry no gradient. Writing `f` down leaves no trace in generators, arguments or attributes of modules.
-        The eighth graph warns. Tensors of the closure are read in each call; numbers, order and `tolist()` once.
+        The eighth graph warns. Tensors of the closure are read in each call, numbers and the order of keys once.
 
     Example:
         >>> compiled(lambda x: {"twice": 2 * x}, backend="eager")(torch.ones(2))

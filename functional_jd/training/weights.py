@@ -189,8 +189,8 @@ def weigh(
 
     Raises:
         TypeError: `aggregator` is not a rule, a loss not a floating-point tensor, `scale` not a `ScaleState`.
-        ValueError: a loss without a graph, by its name; no parameter that requires grad, or none that is reached; a
-            `DTensor`; a scale of another size; a rule for entries; a transform; no group for ranks; ranks that differ.
+        ValueError: a loss without a graph, by its name; no parameter that requires grad or is reached; a `DTensor`; a
+            scale of another size; a rule that weights entries; a transform; ranks without a group, or that differ.
 
     Guarantees:
         The gradient of `(weights * losses).sum()` is the direction that `aggregate` returns for the same rows. A loss

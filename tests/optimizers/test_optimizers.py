@@ -540,7 +540,7 @@ def test_from_torch_compiles_with_a_graph_break(lr):
 
 class CountsInState(torch.optim.Optimizer):
     def __init__(self, params):
-        super().__init__(params, {"k": 0})
+        super().__init__(params, {"k": torch.zeros(())})
 
     def step(self):
         for p in self.param_groups[0]["params"]:
