@@ -42,14 +42,15 @@ def history(
     rows = {"loss": [torch.cat([leaf.reshape(-1) for leaf in tree_leaves(info.losses)]) for info in infos]}
     if _have("weights", 1, infos):
         rows["weight"] = [info.weights for info in infos]
-    has_gramians = _have("gramian", 2, infos)
-    gramians = _gramians(infos) if has_gramians else []
-    if has_gramians:
+    gramians: list[Tensor] = []
+    if _have("gramian", 2, infos):
+        tensors = (map(torch.as_tensor, (x.moved, x.gramian)) for x in infos)
+        gramians = [torch.where(moved, G.detach(), torch.nan) for moved, G in tensors]  # without skipped steps' rows
         rows["gradient norm"] = [gramian.diagonal().sqrt() for gramian in gramians]
     if states is not None:
         _check_records(states, ScaleState)
         rows["loss scale"] = [state.scale.reshape(-1) for state in states]
-    if has_gramians:
+    if gramians:
         rows["pairs in conflict (%)"] = [100 * _share(gramian).reshape(1) for gramian in gramians]
     tables = {label: _table(values) for label, values in rows.items()}
     axes = stacked_axes((7.0, 2.2 * len(tables)), len(tables)) if ax is None else ax
@@ -79,11 +80,6 @@ def _check_records(records: Any, kind: type) -> None:
 def _have(field: str, ndim: int, infos: Sequence[StepInfo]) -> bool:
     """Whether a field of all infos is a tensor of so many dimensions."""
     return all(isinstance(x := getattr(info, field), Tensor) and x.ndim == ndim for info in infos)
-
-
-def _gramians(infos: Sequence[StepInfo]) -> list[Tensor]:
-    """The Gramians of steps that were taken; of others, in which rows may be missing, NaN."""
-    return [torch.where(torch.as_tensor(x.moved), torch.as_tensor(x.gramian).detach(), torch.nan) for x in infos]
 
 
 def _share(gramian: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, unscale, update_scale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import has_values, version
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_buffers, check_learning, check_ranks, detach_parameters, keys_of, undone
 from functional_jd.training.driver import RuleAnswer, Verdict, observe, prepare, pulled, remembered, verdict_of, weighed
@@ -83,9 +84,9 @@ def accumulate(
 
     Raises:
         TypeError: no parts; a part that is not a tuple or a list.
-        ValueError: without a state, losses that do not depend on the parameters, and ranks that differ; parts or ranks
-            with different losses; a scale `[m]`, losses by name, `skip="part"` or a group under `per_example`; a frozen
-            `nn.Parameter`; several ranks and no group.
+        ValueError: parts whose memory later ones take; without a state, losses that do not depend on the parameters,
+            and ranks that differ; parts or ranks with different losses; a scale `[m]`, losses by name, `skip="part"` or
+            a group under `per_example`; a frozen `nn.Parameter`; several ranks and no group.
 
     Guarantees:
         Equal to rounding to the whole batch, without buffers. A rule that needs no gradients costs a backward pass for
@@ -96,7 +97,7 @@ def accumulate(
     check_rule(aggregator)
     own = detach_parameters(params)
     check_buffers(buffers)
-    parts = [*parts] if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
+    parts = _read(parts) if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else []
     if not parts or not all(isinstance(part, tuple | list) for part in parts):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("parts", "at least one tuple", parts, "Write [(x1, y1), (x2, y2)], and (x,) for one tensor.")
     group = replicas.group_of_ranks(group, losses, own)
@@ -130,15 +131,22 @@ def accumulate(
     return Accumulated(direction, found.weights, seen.losses, finite, moved, following, *after)
 
 
+def _read(parts: Iterable[Any]) -> list[Any]:
+    """All parts. Raise if the memory of one is that of a later one."""
+    changes = lambda part: [version(x) for x in tree_leaves(part) if has_values(x) and not x.is_inference()]
+    found = [(part, changes(part)) for part in parts]
+    if any(before != changes(part) for part, before in found):
+        raise ValueError(f"{here()}: parts must have memory of their own, found one written over. Yield clones.")
+    return [part for part, _ in found]
+
+
 def _check_examples(plan: Plan, skip: str, group: Any) -> None:
     check_option("skip", skip, ("step", "part"), "'part' leaves out the parts that are not finite.")
     given = {"names": plan.kind.several_sets, "scale [m]": plan.scale_state.scale.ndim, "skip='part'": skip == "part"}
     wrong = [name for name, found in (given | {"group": group is not None}).items() if found]
     if wrong and plan.kind.rows_are_examples:
-        raise ValueError(
-            f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. Leave it out; on several ranks "
-            "use step with replicated(group=group)."
-        )
+        cure = "Leave it out; on several ranks use step with replicated(group=group)."
+        raise ValueError(f"{here()}: per_example losses in parts must have no {wrong[0]}, found one. {cure}")
 
 
 def _weighed(plan: Plan, seen: Observation, state: Tree, group: Any) -> tuple[Tree, RuleAnswer]:
@@ -161,9 +169,8 @@ class _Left(NamedTuple):
 
     def verdict(self, plan: Plan, last: Verdict) -> Verdict:
         """The verdict of the step, from that of the parts left."""
-        finite = self.finite & last.finite
         following = update_scale(plan.scale_state, self.sound, losses_finite=self.known | ~self.sound)
-        return Verdict(finite, last.moved & (self.share > 0), following)
+        return Verdict(self.finite & last.finite, last.moved & (self.share > 0), following)
 
 
 def _left(verdicts: list[list[Tensor]], group: Any) -> _Left:

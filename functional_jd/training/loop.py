@@ -36,8 +36,7 @@ def fit(
     `for batch in batches: state, info = step(state, *batch); on_step(info, state)`
 
     Args:
-        step: `step(state, *batch) -> (state, info)`, such as `functools.partial(functional_jd.step, **method)`, what
-            `compiled` makes of that, or your own.
+        step: `step(state, *batch) -> (state, info)`, as `functools.partial(jd.step, **method)`, compiled, or your own.
         state: from `train_state`, or from the last `fit`.
         batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
             `step`; anything else is one argument. To pass a tuple whole, wrap it: `((batch,) for batch in loader)`.

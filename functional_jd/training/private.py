@@ -9,7 +9,6 @@ from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.clipped import clipped
 from functional_jd.core.arguments import POSITIVE, check_number, check_option, refuse
 from functional_jd.core.tree import floating_leaves
-from functional_jd.core.types import Params
 from functional_jd.objectives import PerExample
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.noised import check_noise, noised
@@ -71,13 +70,10 @@ def private(
     if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
         warn("private: noise_multiplier 0 adds no noise, so that nothing is protected. A common value is 1.")
     return {
-        "losses": PerExample(examples.loss, examples.in_dims, _nothing_lost),
+        "losses": PerExample(examples.loss, examples.in_dims, _NOTHING_LOST),
         "aggregator": _CLIPPINGS[clipping](max_norm),
         "optimizer": noised(optimizer, key, noise_multiplier, max_norm, batch_size),
     }
 
 
-def _nothing_lost(params: Params, *batch: Any) -> Tensor:  # noqa: ARG001
-    """One loss of zero, which no parameter moves."""
-    leaves, _ = floating_leaves(params)
-    return leaves[0].new_zeros(1)
+_NOTHING_LOST: Any = lambda params, *_: floating_leaves(params)[0][0].new_zeros(1)  # no parameter moves it

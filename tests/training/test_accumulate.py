@@ -273,10 +273,12 @@ def test_what_is_refused():
     call = lambda p, losses=plain, **more: jd.accumulate(losses, p, **(usual | more))
     some = lambda params, x, y: plain(params, x, y) if x[0, 0] == X[0, 0] else {"a": plain(params, x, y)["a"]}
     check_same(call(map(list, parts())).direction, call(parts()).direction)  # as loaders return them
+    held = parts()[0][0].clone()
     cases = [
         (lambda: call([]), TypeError, "parts must be at least one tuple"),
         (lambda: call(parts(), lambda p, b, x, y: (plain(p, x, y), b.add_(1)), buffers=X), ValueError, "in place"),
         (lambda: call([X, X]), TypeError, "parts must be at least one tuple"),
+        (lambda: call((held.copy_(x), y) for x, y in parts()), ValueError, "parts must have memory of their own"),
         (lambda: call(parts(), params={"w": torch.nn.Parameter(X, False)}), ValueError, "frozen 'w'"),
         (lambda: call(parts(), some), ValueError, r"the same losses.*return 0 \* another loss"),
         (lambda: call(parts(), KINDS["per_example"][0], scale=jd.scale_state(shape=3)), ValueError, r"no scale \[m\]"),
