@@ -244,8 +244,6 @@ def _origin(node: torch.fx.Node, given: list[Any], structure: Any) -> str:
 def count_donated(first: tuple[Any, ...], result: Any) -> int:
     """The number of tensors of the first argument, which the first result must be like."""
     if difference := tree_difference(first, (result[0] if type(result) is tuple and result else result,)):
-        raise ValueError(
-            f"compiled: the first result must be like the first argument with donate=True: {difference}. Return the "
-            "new state first, or pass donate=False."
-        )
+        must = "compiled: the first result must be like the first argument with donate=True"
+        raise ValueError(f"{must}: {difference}. Return the new state first, or pass donate=False.")
     return sum(isinstance(x, Tensor) for x in tree_flatten(first)[0])

@@ -63,9 +63,9 @@ def train_state(
             remembers them; tied weights at two places; reentrant checkpoints.
 
     Warns:
-        UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches;
-            running statistics of normalization that move and are not returned as buffers; buffers other than keys that
-            the losses move under `private` or `noised`.
+        UserWarning: parameters in float16; gradients in float16 without a scale; parameters that no loss reaches; a
+            matrix returned with a loss; running statistics of normalization that move and are not returned as
+            buffers; buffers other than keys that the losses move under `private` or `noised`.
 
     Guarantees:
         The losses are evaluated twice. Generators (torch's, Python's and NumPy's) and tensors that they change in place

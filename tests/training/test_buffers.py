@@ -270,6 +270,8 @@ def test_what_does_not_fit_is_named():
         begin(lambda p: (p, start), buffers=start, has_aux=True)
     with pytest.raises(TypeError, match=r"with has_aux=True the losses must return \(losses, aux\), found Tensor"):
         begin(lambda p: p, has_aux=True)
+    with pytest.warns(UserWarning, match="losses must return losses alone, found a number and a matrix.*has_aux=True"):
+        begin(lambda p: (p.sum(), {"logits": p.expand(2, 3)}))
     state = begin(lambda p: (p, start), buffers=(given := fj.core.tree.tree_map(torch.clone, start)))
     given["n"].add_(1)
     assert state.buffers["n"] == 0  # in memory of their own
