@@ -1,6 +1,7 @@
 """A graph of operators as one CUDA graph: captured once, then replayed by one launch."""
 
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
 from operator import is_
 from threading import Lock
 from typing import Any
@@ -24,10 +25,8 @@ class Donated(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(
-            "compiled: the state must be the newest one, found a tensor that an earlier call has donated. Use the "
-            "state that this call returned, or pass donate=False."
-        )
+        found = "compiled: the state must be the newest one, found a tensor that an earlier call has donated"
+        raise RuntimeError(f"{found}. Use the state that this call returned, or pass donate=False.")
 
 
 def prepare_capture(graph: fx.GraphModule) -> None:
@@ -105,7 +104,9 @@ class Captured:
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]
             self.newest: list[Tensor] = []  # the results that hold the memory of the donated ones
             self.graph, self.results = self._captured(graph.forward)
-            self.large = [*{*range(donated, len(self.results))}.difference(*(own for own, *_ in self.groups))]
+            small = [k for own, *_ in self.groups for k in own]
+            self.large = [k for k in range(donated, len(self.results)) if k not in small]
+            self.order = sorted(range(len(small + self.large)), key=(small + self.large).__getitem__)
 
     def _captured(self, run: Callable[..., Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
         run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
@@ -135,7 +136,7 @@ class Captured:
                 copy_each(self.static[kept:n], given)
                 self.graph.replay()
             finally:  # whoever passed them, their memory is the next one
-                torch.autograd.graph.increment_version([x for x in taken if not x.is_inference()])
+                torch.autograd.graph.increment_version(filterfalse(Tensor.is_inference, taken))
                 for x in taken:
                     x.__class__ = Donated
                 self.newest = []
@@ -144,11 +145,11 @@ class Captured:
 
     def _fresh(self) -> list[Tensor]:
         """Copies of the results that are not donated: all small ones by one launch."""
-        parts = self.bytes.clone().split([size for *_, size in self.groups])
-        found = dict(zip(self.large, clone_each([self.results[k] for k in self.large]), strict=True))
-        for (own, dtype, shape, _), part in zip(self.groups, parts, strict=True):
-            found.update(zip(own, part.view(dtype).view(shape).unbind(), strict=True))
-        return [found[k] for k in range(self.donated, len(self.results))]
+        parts, found = torch.split_with_sizes(self.bytes.clone(), [size for *_, size in self.groups]), list[Tensor]()
+        for (_, dtype, shape, _), part in zip(self.groups, parts, strict=True):
+            found += part.view(dtype).view(shape).unbind()
+        found += clone_each([self.results[k] for k in self.large])
+        return [found[k] for k in self.order]
 
 
 def joined_bytes(results: list[Tensor], start: int) -> tuple[list[Any], Tensor]:
@@ -167,7 +168,5 @@ def check_inputs(inputs: Sequence[Tensor]) -> None:
     """Raise unless all inputs are on one CUDA device."""
     devices = sorted({str(x.device) for x in inputs})
     if len(devices) != 1 or not inputs[0].is_cuda:
-        raise ValueError(
-            "compiled: all tensors must be on one CUDA device with backend='cudagraphs', found "
-            f"{', '.join(devices) or 'no tensor'}. Move the state and the batch there, or use backend='eager'."
-        )
+        found = f"on one CUDA device with backend='cudagraphs', found {', '.join(devices) or 'no tensor'}"
+        raise ValueError(f"compiled: all tensors must be {found}. Move state and batch, or use backend='eager'.")

@@ -217,7 +217,8 @@ def peer(case: Case) -> Step:
 def ours(case: Case, rule: str, backend: str | None) -> Step:
     """`jd.step`, eager or compiled by a backend; captured, the state is donated."""
     losses, buffers = case.losses(), case.buffers
-    scale = jd.scale_state(2.0**10, shape=(len(case.heads),)) if case.precision == "float16" else None
+    shape = () if rule == "mean" else (len(case.heads),)  # plain training has one scale too
+    scale = jd.scale_state(2.0**10, shape=shape) if case.precision == "float16" else None
     method: dict[str, Any] = {"losses": losses, "aggregator": RULES[rule](), "optimizer": jd.adamw(LR)}
     begin: dict[str, Any] = {} if scale is None else {"scale": scale}
     if buffers:
