@@ -18,7 +18,7 @@ from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import common_scale, divided
-from functional_jd.torch_compat.repaired_ops import refuse_batched_distances
+from functional_jd.torch_compat.repaired_ops import refuse_wrong_rows
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -148,7 +148,7 @@ def _cotangents(point: Vjp, factors: Tensor, group: slice) -> Rows:
 def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_size: int | None) -> Rows:
     """Rows by vmap, `chunk_size` at once. Cotangents are made by groups, as those of all objectives are `[m, m]`."""
     reached: list[bool] = []
-    refuse_batched_distances(point.outputs)
+    refuse_wrong_rows(point.outputs)
 
     def rows(group: slice) -> Rows:
         given = cotangents(group)

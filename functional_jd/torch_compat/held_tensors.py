@@ -101,10 +101,8 @@ class Held:
         if thread not in {x.ident for x in enumerate_threads() if not isinstance(x, _DummyThread)}:  # autograd's
             last, thread = self._last(), self.thread
             if last is not None and last.held.thread != thread:
-                raise ValueError(
-                    "functional: on an accelerator, threads that share a module must run their backward passes one "
-                    "after the other, found two at one time. Call copies of the module."
-                )
+                found = "functional: threads that share a module must run backward passes in turn on accelerators"
+                raise ValueError(f"{found}, found two at one time. Call copies of the module.")
         tensors, handles = self.params, list[Any]()
         if self.buffers:
             with torch_function_disabled():  # new copies each time: what runs again may change `.data`
@@ -166,10 +164,8 @@ class _EitherOfTwo:
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise ValueError(
-            "functional: what runs again must find one set of parameters of a module, found two in a backward pass "
-            "through gradients. Take the checkpoint out, or call copies of the module."
-        )
+        found = "functional: what runs again must find one set of parameters, found two in a pass through gradients"
+        raise ValueError(f"{found}. Take the checkpoint out, or call copies of the module.")
 
 
 class UsedParameters(TorchFunctionMode):

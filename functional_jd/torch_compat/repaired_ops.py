@@ -14,12 +14,12 @@ from functional_jd.torch_compat.torch_internals import function_name, is_hidden,
 _FEW_POINTS = 25  # up to this number, torch takes no matrix products by itself
 
 
-def refuse_batched_distances(outputs: list[Tensor]) -> None:
-    """Raise RuntimeError if plain `torch.cdist` made some of these outputs: vmap of its derivative is wrong."""
-    if not under_transform() and any(node.name() == "CdistBackward0" for node in graph_nodes(outputs)):
-        raise RuntimeError(
-            "the derivative of torch.cdist is wrong under torch.vmap. Take (x[:, None] - y).norm(dim=-1)."
-        )
+def refuse_wrong_rows(outputs: list[Tensor]) -> None:
+    """Raise RuntimeError if an op made some of these outputs whose derivative by plain autograd is wrong under vmap."""
+    for node in () if under_transform() else graph_nodes(outputs):
+        op, is_wrong = _WRONG_ROWS.get(node.name(), ("", _ALWAYS))
+        if op and is_wrong(node):
+            raise RuntimeError(f"the derivative of torch.{op} is wrong under torch.vmap. {_WRONG[op][1]}.")
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
@@ -29,21 +29,6 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_fo
     if not under_transform() or min(x1.ndim, x2.ndim) < 2 or (p == 2 and products):
         return torch.cdist(x1, x2, p, compute_mode)
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
-
-
-def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    """`torch.select_scatter`: torch takes the gradient of `src` from another place if examples go together."""
-    if not -input.ndim <= dim < input.ndim or not -input.shape[dim] <= index < input.shape[dim]:
-        return torch.select_scatter(input, src, dim, index)  # which says what is wrong
-    at = index % input.shape[dim]
-    return torch.slice_scatter(input, src.unsqueeze(dim % input.ndim), dim, at, at + 1)
-
-
-def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
-    """The one of `torch.nn.functional`, which in chunks has gradients under vmap that are wrong without an error."""
-    if options is not None and under_transform():
-        raise RuntimeError("linear_cross_entropy with options has no derivatives under a transform. Pass options=None.")
-    return nn.functional.linear_cross_entropy(*args, options=options, **kwargs)
 
 
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -62,26 +47,55 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *ho
     return torch.where((input == padding_idx % weight.shape[0]).unsqueeze(-1), found.detach(), found)
 
 
-def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *how: Any, **named: Any) -> Tensor:
-    """`torch.embedding`, with its order of arguments."""
-    return embedding(indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *how, **named)
-
-
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
     """The one of `torch.nn.functional`, whose derivative is wrong in two vmaps of the same size."""
     return torch.where(input > 0, input, weight.reshape([-1, *[1] * (input.ndim - 2)] if input.ndim else []) * input)
 
 
+def _refusing(op: Any, is_wrong: Callable[[list[Any]], Any], cure: str) -> Callable[..., Any]:
+    def form(*args: Any, **kwargs: Any) -> Any:
+        if under_transform() and is_wrong([*args, *kwargs.values()]):
+            raise RuntimeError(f"torch has wrong values or derivatives of {op.__name__} under torch.vmap. {cure}.")
+        return op(*args, **kwargs)
+
+    return form
+
+
+_ALWAYS, _OPTIONS = (lambda _: True), getattr(nn, "LinearCrossEntropyOptions", ())
+# Torch would take examples for the systems of the other operand.
+_MIXED: Any = lambda x: x[0].ndim != x[1].ndim and x[1].shape != x[0].shape[:-1]
+_WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {  # by name: for which arguments, and what is right
+    "cdist": (_ALWAYS, "Take (x[:, None] - y).norm(dim=-1)"),
+    **dict.fromkeys(("solve", "solve_ex"), (_MIXED, "Expand both to one batch")),
+    "conv2d": (lambda x: any(isinstance(y, tuple | list) and len(y) == 1 for y in x[3:]), "Write stride=2"),
+    "lu_solve": (_ALWAYS, "Take torch.linalg.solve"),
+    "lstsq": (lambda x: x[1].ndim < x[0].ndim, "Pass b.unsqueeze(-1)"),
+    "as_strided_": (_ALWAYS, "Take torch.as_strided"),
+    **dict.fromkeys(("index_copy", "index_copy_"), (lambda x: not x[3].ndim, "Pass source.reshape(1)")),
+    "index_fill": (lambda x: isinstance(x[3], Tensor), "Take torch.where"),
+    "masked_select": (lambda x: x[0].ndim < x[1].ndim, "Expand the input to the mask"),
+    "roll": (lambda x: not x[0].ndim, "Leave out what has no dimension"),
+    "select_scatter": (_ALWAYS, "Take torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)"),
+    "linear_cross_entropy": (lambda x: any(isinstance(y, _OPTIONS) for y in x), "Pass options=None"),
+}
+_WRONG_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # by node of a graph
+    "CdistBackward0": ("cdist", _ALWAYS),
+    "IndexCopyBackward0": ("index_copy", lambda x: not x._saved_source_dim),
+    "MaskedSelectBackward0": ("masked_select", lambda x: x._saved_self.ndim < x._saved_mask.ndim),
+    "RollBackward0": ("roll", lambda x: not x._saved_dims),
+}
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
     nn.functional.embedding: embedding,
-    torch.embedding: _embedding,
+    torch.embedding: lambda weight, indices, padding_idx=-1, *how, **named: embedding(
+        indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *how, **named
+    ),
     **dict.fromkeys((nn.functional.prelu, torch.prelu, Tensor.prelu), prelu),
-    **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), select_scatter),
     nn.functional.one_hot: one_hot,
 }
-if hasattr(nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
-    REPAIRED[nn.functional.linear_cross_entropy] = linear_cross_entropy
+for _home in (torch, torch.linalg, nn.functional, Tensor):
+    forms = {op: _refusing(op, *how) for name, how in _WRONG.items() if (op := getattr(_home, name, None))}
+    REPAIRED.update(forms | REPAIRED)
 """By op, what computes the same, or raises what sends an engine another way."""
 
 BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm])

@@ -48,10 +48,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def refuse_export() -> None:
     """Raise if torch.export traces: what torch.func returns is a constant to it."""
     if torch.compiler.is_exporting():
-        raise ValueError(
-            f"{here()}: the tracer must trace derivatives, found torch.export, which takes results of torch.func "
-            "for constants. Export the result of torch.fx.experimental.proxy_tensor.make_fx(f)(*args)."
-        )
+        found = "the tracer must trace derivatives, found torch.export, which takes results of torch.func for constants"
+        raise ValueError(f"{here()}: {found}. Export torch.fx.experimental.proxy_tensor.make_fx(f)(*args).")
 
 
 def random_state() -> list[Tensor]:

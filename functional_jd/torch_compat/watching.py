@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.callers import here
 from functional_jd.torch_compat.repaired_ops import BATCH_NORMS, REPAIRED, refuse_statistics_of_one
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
@@ -21,7 +20,6 @@ from functional_jd.torch_compat.torch_internals import (
     traceable,
     transform_level,
     under_transform,
-    vmaps_inside,
 )
 
 
@@ -107,8 +105,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.journal, self.examples = journal, examples
         self.level = transform_level() if examples and not torch.compiler.is_compiling() else None
-        # Under a transform, ops that torch differentiates wrongly there take their repaired forms.
-        self.forms: dict[Any, Any] = REPAIRED if under_transform() else {}
+        self.whole = examples or not under_transform()  # whether it sees the whole batch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,13 +118,8 @@ class Watch(TorchFunctionMode):
         if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs)
         if self.journal is not None:
-            self.journal.note(func, args, kwargs, self.examples or not self.forms)
-        if not self.forms and func in _SELECT_SCATTER and vmaps_inside(0) and any(map(is_wrapped, args[:2])):
-            raise ValueError(
-                f"{here()}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "
-                "computes wrongly there. Write torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)."
-            )
-        return self.forms.get(func, func)(*args, **kwargs)
+            self.journal.note(func, args, kwargs, self.whole)
+        return REPAIRED.get(func, func)(*args, **kwargs)
 
 
 class UnchangedParameters(TorchFunctionMode):
@@ -146,10 +138,8 @@ class UnchangedParameters(TorchFunctionMode):
 
 
 def changed_parameter(name: str) -> ValueError:
-    return ValueError(
-        f"functional: forward must leave its parameters, found that it has changed {name!r} in place. Make it a "
-        "buffer, which comes back as a result, or compute with another tensor."
-    )
+    found = f"functional: forward must leave its parameters, found that it has changed {name!r} in place"
+    return ValueError(f"{found}. Make it a buffer, which comes back as a result, or compute with another tensor.")
 
 
 def watched(
@@ -186,7 +176,6 @@ def recorder_of_ops() -> AbstractContextManager[Any]:
 
 _RECORDER: ContextVar[TorchFunctionMode | None] = ContextVar("RECORDER", default=None)
 _TRACED: list[TorchFunctionMode] = []  # the same for torch.compile, which sets no context variables
-_SELECT_SCATTER = {torch.select_scatter, Tensor.select_scatter}
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _SET_REQUIRES_GRAD: Any = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore
 SEEN = {_SET_DATA, *_SET_REQUIRES_GRAD, *GRAPH_ATTRIBUTES, *_CHOOSING, *_IN_PLACE, *_WITH_FLAG, *REPAIRED}
