@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Number
 from types import CellType, FunctionType
 from typing import Any
 
@@ -70,7 +71,7 @@ def description(value: Any, keys: bool = True, waiting: bool = True) -> list[Any
 
 
 def _described(part: Any, keys: bool, waiting: bool) -> Any:
-    if part is None or isinstance(part, bool | int | float | complex | str | bytes):
+    if part is None or isinstance(part, Number | str | bytes):
         return part
     if isinstance(part, Tensor):
         is_key = part.dtype == torch.int64 and part.shape == (2,)

@@ -21,10 +21,9 @@ from functional_jd.core.types import PLAIN_TENSORS, Tree
 from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes
 
 NAMESPACE = "functional_jd"
-_TENSORS = set(PLAIN_TENSORS)
+TENSORS = set(PLAIN_TENSORS)
 
 _DICTS = {dict, OrderedDict, defaultdict}
-CONTAINERS = {*_DICTS, list, tuple}
 
 Structure = Any
 """The structure of a pytree. `unflatten(leaves)` builds the pytree with these leaves. `flatten_up_to(tree)` returns the
@@ -40,7 +39,7 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
         return found, _traced(tree, found)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
-    if kinds <= _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
+    if kinds <= TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
         return leaves, structure  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
@@ -138,7 +137,7 @@ def tree_sharded_as(shards: Tree, like: Tree, rows: int = 0) -> Tree:
 
 def any_sharded(leaves: list[Any]) -> bool:
     """Whether some leaf is a `DTensor`."""
-    if torch.compiler.is_compiling() or _TENSORS.issuperset(map(type, leaves)):  # a step asks so often that it counts
+    if torch.compiler.is_compiling() or TENSORS.issuperset(map(type, leaves)):  # a step asks so often that it counts
         return False
     return any(map(is_sharded, leaves))
 
@@ -178,7 +177,7 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
                 f"{tree_names(params)[index]!r}. Pass dict(module.named_parameters()), dense, and complex ones as "
                 "torch.view_as_real(p). Pass buffers and settings as further arguments of the losses."
             )
-    if not (torch.compiler.is_compiling() or _TENSORS.issuperset(map(type, leaves))):
+    if not (torch.compiler.is_compiling() or TENSORS.issuperset(map(type, leaves))):
         check_layouts(leaves, params)
     if some and not leaves:
         raise ValueError(
@@ -242,7 +241,7 @@ def _opened(tree: Any) -> tuple[list[Any], Any]:
         return [tree[name] for name in names], (kind, None, tuple(names), put)
     if kind is list or kind is tuple:
         return list(tree), (kind, None, tuple(range(len(tree))), lambda _, parts: kind(parts))
-    if kind in _TENSORS or optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
+    if kind in TENSORS or optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
         return [], (None, None, (), None)
     parts, context, names, put = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
     return list(parts), (kind, context, tuple(names), put)

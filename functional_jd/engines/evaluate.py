@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.arguments import check_flag, check_function, described, here, refuse
-from functional_jd.core.tree import CONTAINERS, named_nodes, own_containers, tree_flatten, tree_leaves, tree_names
+from functional_jd.core.tree import TENSORS, named_nodes, own_containers, tree_flatten, tree_leaves, tree_names
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.functional import run_traced
@@ -40,7 +40,7 @@ def evaluate_losses(
     has_aux = plan.has_aux
     if torch.compiler.is_exporting():
         refuse_export()
-    if not CONTAINERS.isdisjoint(map(type, args[1:])):
+    if not TENSORS.issuperset(map(type, args[1:])):
         args = (*args[:1], *map(own_containers, args[1:]))
     result = called(losses, args, plan, recorder)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):

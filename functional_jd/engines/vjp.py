@@ -70,10 +70,8 @@ def vjp(
 def check_mode() -> None:
     """Raise in `torch.inference_mode`, where torch 2.11 returns zeros."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{here()}: expected a call outside of torch.inference_mode, where torch records no derivatives, found "
-            "one inside. Use torch.no_grad() around it."
-        )
+        found = "expected a call outside of torch.inference_mode, where torch records no derivatives, found one inside"
+        raise ValueError(f"{here()}: {found}. Use torch.no_grad() around it.")
 
 
 def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> Vjp:

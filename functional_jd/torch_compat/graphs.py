@@ -31,12 +31,14 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
         if isinstance(error, TypeError) and not ("FakeTensor" in str(error) or "SymInt" in str(error)):
             raise
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
-    outputs = graph.graph.output_node().all_input_nodes
+    outputs, outside = graph.graph.output_node().all_input_nodes, set[fx.Node]()
     for node in graph.graph.nodes:
         if str(node.target) in ("aten.view.default", "aten._unsafe_view.default"):
             node.target = torch.ops.aten.reshape.default  # strides without values are not always the real ones
         value = node.meta.get("val")
-        if str(node.target) == "aten._local_scalar_dense.default" and _outside(node):
+        if _outside(node) or not outside.isdisjoint(node.all_input_nodes):  # or follows from one
+            outside.add(node)
+        if str(node.target) == "aten._local_scalar_dense.default" and node in outside:
             raise _needs_values("the value of a tensor that is not an argument, and may change")
         numbers = value.shape if isinstance(value, Tensor) else [value]
         if _SYMBOLS & {*map(type, numbers)} or (node in outputs and getattr(value, "is_meta", False)):
@@ -53,9 +55,8 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
 
 
 def _outside(node: fx.Node) -> bool:
-    """Whether a node is a tensor of a closure, or follows from one. Tensors made of numbers are lifted at once."""
-    lifted = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
-    return any(map(_outside, node.all_input_nodes)) or (node.op == "get_attr" and not lifted)
+    """Whether a node is a tensor of a closure. Tensors made of numbers are lifted at once."""
+    return node.op == "get_attr" and not all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
 
 
 def _forms(inputs: Sequence[Tensor]) -> dict[Any, Any]:
@@ -103,9 +104,10 @@ def written_bases(graph: fx.GraphModule) -> list[fx.Node]:
 
 def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
     """The operators of a graph that draw numbers from a generator; attention without dropout draws none."""
-    for node in graph.graph.nodes:
+    parts = [x for x in graph.modules() if isinstance(x, fx.GraphModule)]  # the graph, and those of `map` in it
+    for own, node in ((part, node) for part in parts for node in part.graph.nodes):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            arguments = node.normalized_arguments(graph, normalize_to_only_use_kwargs=True)
+            arguments = node.normalized_arguments(own, normalize_to_only_use_kwargs=True)
             if arguments is None or arguments.kwargs.get("dropout_p") != 0:
                 yield node
 

@@ -58,8 +58,8 @@ class ModuleParts:
     def check(self, given: dict[str, Tensor]) -> None:
         """Raise if a part was changed or frozen, which what is given is not; or saves a new buffer: others go."""
         for name in [name for name, x in self.trained if not x.requires_grad and given[name].requires_grad]:
-            found = f"functional: requires_grad must stay as it was, found {name!r} frozen, but not what is passed"
-            raise ValueError(f"{found}. Pass that detached. Or freeze the module before functional(module).")
+            found = f"functional: requires_grad of the module must stay as it was, found {name!r} frozen"
+            raise ValueError(f"{found}, and not what is passed. Detach that, or freeze before functional(module).")
         for part, contents, before in self.ordinary:
             home = part._buffers  # pyright: ignore[reportPrivateUsage]
             if _contents(part) != contents or not before.keys() <= home.keys():

@@ -193,15 +193,18 @@ def ignoring_modes(f: Any) -> Callable[..., Any]:
     ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}
     if ignored.keys().isdisjoint(getattr(getattr(f, "__code__", None), "co_names", ())):
         return Missing(f"overrides.has_torch_function in nn.functional.{f.__name__}", "what is drawn or recorded in it")
-    return FunctionType(f.__code__, vars(nn.functional) | ignored, None, f.__defaults__)
+    found = FunctionType(f.__code__, vars(nn.functional) | ignored, None, f.__defaults__)
+    found.__kwdefaults__ = f.__kwdefaults__
+    return found
 
 
-TRANSPARENT: dict[Any, Any] = {f: ignoring_modes(f) for f in (nn.functional.multi_head_attention_forward,)}
+_SHOWN = ("multi_head_attention_forward", "linear_cross_entropy")  # the second one from torch 2.13 on
+TRANSPARENT: dict[Any, Any] = {f: ignoring_modes(f) for name in _SHOWN if (f := getattr(nn.functional, name, None))}
 """Functions that torch shows to a mode as one op, in a form that shows the ops inside."""
 
 
 def transparent(func: Any, kwargs: Any) -> Callable[..., Any] | None:
     """The form of a function in `TRANSPARENT`, if it can be called with these arguments."""
-    if torch.compiler.is_compiling() and kwargs.get("key_padding_mask") is not None:
-        return None  # torch checks it with a message that its compiler cannot trace
-    return TRANSPARENT.get(func)
+    # Torch checks a mask with a message that its compiler cannot trace. With options, it computes in chunks.
+    untraced = torch.compiler.is_compiling() and kwargs.get("key_padding_mask") is not None
+    return None if untraced or kwargs.get("options") is not None else TRANSPARENT.get(func)

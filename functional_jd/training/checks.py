@@ -145,7 +145,7 @@ def _check_reached(values: Losses, points: list[Tensor], trunk: list[Tensor], co
     """The losses without a gradient, and the leaves of each. Raise if one must not be constant, or none has a row."""
     names, nodes, points_of_rows = objective_names(values), nodes_of(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
-    for x in [x for x in given if x not in names]:
+    for x in [x for x in given if not isinstance(x, str) or x not in names]:
         refuse("constant", f"names of losses, {few(names)}", x, "See objective_names(losses).", ValueError)
     sizes = [{x.ndim for x in tree_leaves(own)} for own in values] if type(values) is tuple and training else []
     if len(sizes) == 2 and sizes[0] == {0} and max(sizes[1], default=0) > 1:

@@ -14,7 +14,7 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count, norms
 from functional_jd.core.arguments import check_flag, check_function, check_type, here, refuse
 from functional_jd.core.float64 import has_float64
-from functional_jd.core.tree import CONTAINERS, all_finite, any_sharded, tree_leaves, tree_map
+from functional_jd.core.tree import TENSORS, all_finite, any_sharded, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, LossFunction, Params, Tree, Weights
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
@@ -172,7 +172,7 @@ def observe(plan: Plan, engine: Engine) -> Observation:
     # Losses that differentiate by their batch may let it require grad in place. Afterwards it does not: else the next
     # state would keep the graph of all steps with this batch.
     batch = plan.args[1:]
-    if not CONTAINERS.isdisjoint(map(type, batch)):
+    if not TENSORS.issuperset(map(type, batch)):
         batch = tree_leaves(batch)
     constants: list[Tensor] = []
     for x in batch:

@@ -244,10 +244,8 @@ def _observed(losses: Losses, points: Any, scale: Tensor | None) -> tuple[Losses
     found = stack_rows(gradients_one_by_one(Vjp(outputs, None, pullback), factors), m)
     refuse_reentrant(outputs if any(row is None for row in found) else (), points)
     if all(row is None for row in found):
-        raise ValueError(
-            f"{here()}: losses must depend on the parameters or features given, found no loss that does. Pass the "
-            "parameters of the model that computed them, or features in their graph."
-        )
+        found = "losses must depend on the parameters or features given, found no loss that does"
+        raise ValueError(f"{here()}: {found}. Pass parameters of the model that computed them, or features.")
     rows = dense(found if scale is None else unscaled_rows(found, factors), points, m)
     passed = torch.stack([magnitudes(as_matrix(row)) for row in rows]).amax(0) < torch.inf
     return known, rows, torch.where(finite.all(), passed, finite)  # a loss that is not finite may reach others' rows

@@ -1,5 +1,6 @@
 """Digests, checksums and layouts: one size for what ranks send, what differs is told, which part a rank holds."""
 
+from fractions import Fraction
 from itertools import product
 from types import SimpleNamespace
 
@@ -100,6 +101,7 @@ def test_a_description_waits_for_an_accelerator_only_if_it_may():
         assert not device.synchronisations
         assert description(rules[0]) != description(rules[1])
         assert device.synchronisations
+    assert description(fj.sgd(Fraction(1, 2))) != description(fj.sgd(Fraction(1, 4)))
     rules = [fj.upgrad(torch.tensor([1.0, x])) for x in (2.0, 3.0)]
     assert description(rules[0], waiting=False) != description(rules[1], waiting=False)
 

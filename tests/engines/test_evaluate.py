@@ -120,6 +120,14 @@ def test_a_batch_is_afterwards_what_it_was(engine, kind):
     assert batch["given"].keys() == {"x"}
 
 
+def test_a_record_that_holds_a_dict_is_afterwards_what_it_was():
+    given, form = collections.namedtuple("Batch", "given")({"x": X}), lambda p, batch: encode({"w": p}, batch._asdict())
+    fj.jacobian_fn(form)(torch.eye(3)[:, :2], given)
+    heads = fj.multitask(form, lambda v, h, _: h @ v)
+    fj.jacobian_fn(heads)({"shared": torch.eye(3)[:, :2], "heads": torch.ones(2)}, given)
+    assert given.given.keys() == {"x"}
+
+
 def test_losses_that_are_evaluated_again_find_the_batch_as_it_was():
     """A derivative inside the losses makes the Gramian engine begin anew, by rows."""
 

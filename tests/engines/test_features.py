@@ -11,6 +11,7 @@ from jacobian_by_hand import rows_of
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from two_tasks import same
+from zoo import numbers
 
 import functional_jd as fj
 
@@ -74,6 +75,15 @@ def test_a_feature_that_no_loss_uses_may_come_first():
     (slope,) = torch.autograd.grad((h @ params["heads"]["w"]).mean() - 2 * h.square().mean(), b)
     torch.testing.assert_close(after.params["shared"]["b"], b.detach() - slope, **AGREE)
     assert torch.equal(after.params["shared"]["a"], params["shared"]["a"])
+
+
+def test_a_feature_without_a_graph_is_a_constant_of_the_heads():
+    params, x, y = {"shared": numbers(3, 2), "heads": numbers(2)}, numbers(4, 3, seed=2), numbers(4, seed=3).sign()
+    heads = lambda p, h, y: [nn.functional.soft_margin_loss(h @ p, y), (h @ p).square().mean()]  # by y torch has none
+    above = fj.multitask(lambda s, x, y: (torch.tanh(x @ s), y), lambda p, h, x, y: heads(p, *h))
+    beside = fj.multitask(lambda s, x, y: torch.tanh(x @ s), lambda p, h, x, y: heads(p, h, y))
+    for find in (fj.gramian_fn, fj.weighted_fn, fj.jacobian_fn):
+        torch.testing.assert_close(*(find(losses)(params, x, y)[0] for losses in (above, beside)))
 
 
 @pytest.mark.parametrize("per_row", [False, True])

@@ -89,8 +89,10 @@ def test_every_group_keeps_its_own_guard_and_without_guards_there_is_none():
 
     optimizer = by_label({"a": watched._replace(guarded_update=guarded), "b": sgd(0.1)}, lambda name, _: name[0])
     params = {"a": torch.ones(1), "b": torch.ones(1), "a.c": torch.ones(1)}
-    optimizer.guarded_update(torch.tensor(True), params, optimizer.init(params), params)
-    assert seen == [["a", "a.c"]]
+    for moving, b in ((True, 0.9), (False, 1.0)):  # sgd has no guard
+        moved, _ = optimizer.guarded_update(torch.tensor(moving), params, optimizer.init(params), params)
+        assert_close(moved["b"], torch.tensor([b]))
+    assert seen == [["a", "a.c"]] * 2
     assert by_label({"all": sgd(0.1)}, labels).guarded_update is None
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from zoo import MODELS
 
+import functional_jd as fj
 from functional_jd import autocast
 from functional_jd.precision import op_tables
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
@@ -422,6 +423,17 @@ def test_autocast_leaves_no_trace(wrap):
         inside = state()
         wrap(lambda x: F.linear(x, x))(draw(2, 2))
         assert state() == inside
+
+
+@both
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it from 2.13 on")
+def test_functions_of_several_ops_have_the_dtypes_of_each_in_all_engines(dtype):
+    seen = set()
+    loss = lambda w, x, y: seen.add((z := F.linear_cross_entropy(x, w, y)).dtype) or z.float()
+    losses = fj.autocast(fj.per_example(loss), dtype)
+    for find in (fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn):
+        find(losses)(draw(4, 3), draw(5, 2, 3), torch.ones(5, 2, dtype=torch.int64))
+    assert seen == {torch.float32}
 
 
 @both

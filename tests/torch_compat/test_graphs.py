@@ -29,6 +29,7 @@ def test_draws_are_those_without_a_key():
     drawn = lambda f, *args: [str(node.target) for node in graphs.draws(graphs.written(f, args))]
     assert drawn(lambda x: [torch.rand_like(x) + x.normal_()], X) == ["aten.rand_like.default", "aten.normal_.default"]
     assert drawn(lambda k, x: [keyed(torch.rand_like)(k, x)], key(0), X) == []
+    assert drawn(lambda x: [torch._higher_order_ops.map(torch.rand_like, x)], X) == ["aten.rand_like.default"]
 
 
 @pytest.mark.parametrize(("probability", "drawn"), [(0.0, 0), (0.1, 1)])

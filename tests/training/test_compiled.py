@@ -10,7 +10,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import pytest
@@ -347,7 +347,7 @@ class Tagged(torch.Tensor):
         (lambda x: x[x > 0].mean(), (X,), RuntimeError, r"do not depend on values.*found aten.* torch.where"),
         (lambda x: x if x.sum() > 0 else -x, (X,), RuntimeError, "do not depend on values"),
         (jd.jacobian_fn(lambda x: [x[x > 0].mean()] * 4), (X,), RuntimeError, "do not depend on values"),
-        (lambda x: x * x.sum().item(), (X,), RuntimeError, r"without \.item\(\)"),
+        (lambda x: x * reduce(lambda y, _: y + y.sin(), range(99), x.sum()).item(), (X,), RuntimeError, r"\.item\(\)"),
         (lambda x: x[PLACE], (X,), RuntimeError, "value of a tensor that is not an argument"),
         (torch.sin, (X.as_subclass(Tagged),), TypeError, r"0 must be a plain tensor.* Tagged. torch.compile\(f\)"),
         (lambda x: x, (X.clone().requires_grad_(),), ValueError, "argument 0 must be a tensor without grad.*Detach it"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -13,7 +14,7 @@ from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import times
 from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
-from functional_jd.core.tree import CONTAINERS, all_finite, floating_leaves, own_containers, tree_flatten, tree_leaves
+from functional_jd.core.tree import TENSORS, all_finite, floating_leaves, own_containers, tree_flatten, tree_leaves
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import called, check_weights, element_count, evaluate_losses, row_scales
@@ -49,6 +50,7 @@ from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import common_inverse, inverse_of, unscaled_rows
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.callers import here
+from functional_jd.torch_compat.torch_internals import under_transform
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -106,10 +108,8 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
     """Products of rows with respect to the features, and one pass through the trunk for their weighted sum."""
     point = _evaluate(losses, args, plan)
     if any(x.is_complex() for x in point.trunk.outputs):
-        raise ValueError(
-            f"{here()}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
-            "engine='jacobian'."
-        )
+        cure = "Return torch.view_as_real(features), or use engine='jacobian'."
+        raise ValueError(f"{here()}: features must be real, found complex ones. {cure}")
     products, pullback = _by_features(point, plan, "gramian")
     return products, *point.heads.extra, pullback
 
@@ -172,28 +172,30 @@ def _by_features(point: _Point, plan: Plan, needed: str) -> tuple[Tensor, Pullba
 def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False) -> _Point:
     """Evaluate the losses of a trunk and its heads once, with a vector-Jacobian product of each."""
     params, *batch = args
-    if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
+    if not TENSORS.issuperset(map(type, batch)):  # the heads see what the trunk adds to them
         batch = [*map(own_containers, batch)]
     shared_params, heads_params = losses.split(params)
     shared, shared_structure = floating_leaves(shared_params, part=" (shared)")
     # Heads may be losses only, without a parameter of their own.
     own, own_structure = floating_leaves(heads_params, part=" (heads)", some=False)
     inside: list[Any] = []
+    hidden = plan.differentiable and under_transform()  # where tensors do not tell whether they require grad
 
     def trunk(inputs: list[Tensor], record: Callable[..., Any] | None = None) -> tuple[list[Tensor], Any]:
         recorder = None if record is None else record(inputs)
         found = called(losses.features, (shared_structure.unflatten(inputs), *batch), plan, recorder)
         through = tree_leaves(found.features if isinstance(found, FeaturesAndBuffers) else found)
-        inside[:] = [len(through), inputs if recorder is None else [*inputs, *recorder.constants]]
-        return [x for x in through if _has_gradient(x)], found
+        moving = [_moves(x, hidden) for x in through]  # others, such as targets, are constants of the heads
+        inside[:] = [moving, inputs if recorder is None else [*inputs, *recorder.constants]]
+        return [*compress(through, moving)], found
 
     below, recording = recorded(trunk, shared, plan) if record else (vjp(trunk, shared, plan), None)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        n, points = inside  # behind n features there are buffers
+        (moving, points), n = inside, len(inside[0])  # behind n features there are buffers
         leaves, structure = tree_flatten(below.extra)
         rest = iter(inputs[len(own) :])
-        leaves[:n] = [next(rest) if _has_gradient(x) else x for x in leaves[:n]]
+        leaves[:n] = [next(rest) if moves else x for x, moves in zip(leaves[:n], moving, strict=True)]
         mine = own_structure.unflatten(inputs[: len(own)])
         outputs, extra = evaluate_losses(losses.heads, (mine, structure.unflatten(leaves), *batch), plan)
         if below.inputs:  # a graph of plain autograd
@@ -212,11 +214,9 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
     trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}
     for node in graph_nodes(leaves, {get_gradient_edge(x).node for x in features}):
         if node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves:
-            raise ValueError(
-                f"{here()}: the losses of multitask heads must depend on the trunk by its features only, found "
-                "a loss that reaches it in another way. Return from features(...) all that the heads use, a loss that "
-                "a module keeps as an attribute too, or write a plain function."
-            )
+            found = "the losses of multitask heads must depend on the trunk by its features only, found another way"
+            cure = "Return from features(...) all that they use, a loss that a module keeps too, or write plain losses."
+            raise ValueError(f"{here()}: {found}. {cure}")
 
 
 def _parted(point: _Point, plan: Plan, *, masked: bool = True) -> tuple[Tensor, Rows, Rows]:
@@ -305,8 +305,8 @@ def _heads_apart(above: Vjp, n_heads: int, factors: Tensor) -> Parted:
     return sums, stack_rows(gradients, len(factors))
 
 
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+def _moves(x: Any, hidden: bool) -> bool:
+    return isinstance(x, Tensor) and (x.requires_grad or (hidden and (x.is_floating_point() or x.is_complex())))
 
 
 def _over_shards(losses: Multitask, chosen: Sequence[Tree], enter: Callable[..., Any]) -> Multitask:
