@@ -67,7 +67,7 @@ _MIXED: Any = lambda x: x[0].ndim != x[1].ndim and x[1].shape != x[0].shape[:-1]
 _WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {  # by name: for which arguments, and what is right
     "cdist": (_ALWAYS, "Take (x[:, None] - y).norm(dim=-1)"),
     **dict.fromkeys(("solve", "solve_ex"), (_MIXED, "Expand both to one batch")),
-    "conv2d": (lambda x: any(isinstance(y, tuple | list) and len(y) == 1 for y in x[3:]), "Write stride=2"),
+    "conv2d": (lambda x: any(isinstance(y, tuple | list) and len(y) == 1 for y in x), "Write stride=2"),
     "lu_solve": (_ALWAYS, "Take torch.linalg.solve"),
     "lstsq": (lambda x: x[1].ndim < x[0].ndim, "Pass b.unsqueeze(-1)"),
     "as_strided_": (_ALWAYS, "Take torch.as_strided"),
@@ -82,7 +82,7 @@ _WRONG_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # by node of a gra
     "CdistBackward0": ("cdist", _ALWAYS),
     "IndexCopyBackward0": ("index_copy", lambda x: not x._saved_source_dim),
     "MaskedSelectBackward0": ("masked_select", lambda x: x._saved_self.ndim < x._saved_mask.ndim),
-    "RollBackward0": ("roll", lambda x: not x._saved_dims),
+    "RollBackward0": ("roll", lambda x: not x._input_metadata[0].shape),
 }
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
