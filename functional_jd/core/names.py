@@ -31,10 +31,8 @@ def objective_names(losses: Losses) -> list[str]:
     names: list[str] = []
     for name, leaf in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"objective_names: every loss must be a tensor, found {type(leaf).__name__} in {name!r}. "
-                "Pass what the loss function returned."
-            )
+            found = f"every loss must be a tensor, found {type(leaf).__name__} in {name!r}"
+            raise TypeError(f"objective_names: {found}. Pass what the loss function returned.")
         for index in product(*map(range, leaf.shape)):
             indices = ", ".join(map(str, index))
             one = f"{name}[{indices}]" if index else name

@@ -75,7 +75,10 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 def own_containers(tree: Any) -> Any:
     """Return the same leaves in other containers, so that what a function adds to dicts and lists stays with it."""
-    return tree_map(lambda leaf: leaf, tree)
+    try:
+        return tree_map(lambda leaf: leaf, tree)
+    except TypeError:  # a class that is made of other arguments
+        return tree
 
 
 def detach_tree(tree: Tree) -> Tree:
@@ -180,10 +183,8 @@ def floating_leaves(params: Tree, *, part: str = "", some: bool = True) -> tuple
     if not (torch.compiler.is_compiling() or TENSORS.issuperset(map(type, leaves))):
         check_layouts(leaves, params)
     if some and not leaves:
-        raise ValueError(
-            f"{here()}{part}: expected at least one parameter tensor, found an empty tree. Pass for instance "
-            "dict(module.named_parameters())."
-        )
+        cure = "Pass for instance dict(module.named_parameters())."
+        raise ValueError(f"{here()}{part}: expected at least one parameter tensor, found an empty tree. {cure}")
     return leaves, structure
 
 

@@ -224,8 +224,9 @@ def test_what_is_no_container_is_a_leaf():
 def test_containers_of_its_own_hold_the_same_leaves():
     x, fixed = torch.ones(1), Point({"x": ONE}, ONE)
     given = {"list": [x, {"deep": x}], "pair": (x, [x]), "order": OrderedDict(b=x, a=x), "fixed": fixed, "n": 3}
-    own = trees.own_containers(given)
-    assert own == given
+    other = type("Other", (namedtuple("Other", "a b"),), {"__new__": lambda cls, a: tuple.__new__(cls, (a, a))})(x)
+    own, same = map(trees.own_containers, (given, other))
+    assert (own, True) == (given, same is other)
     assert list(own["order"]) == ["b", "a"]
     own["list"][1]["new"] = own["pair"][1][0] = own["order"]["c"] = own["new"] = 1
     assert given == {"list": [x, {"deep": x}], "pair": (x, [x]), "order": OrderedDict(b=x, a=x), "fixed": fixed, "n": 3}

@@ -122,9 +122,9 @@ def test_a_batch_is_afterwards_what_it_was(engine, kind):
 
 def test_a_record_that_holds_a_dict_is_afterwards_what_it_was():
     given, form = collections.namedtuple("Batch", "given")({"x": X}), lambda p, batch: encode({"w": p}, batch._asdict())
-    fj.jacobian_fn(form)(torch.eye(3)[:, :2], given)
-    heads = fj.multitask(form, lambda v, h, _: h @ v)
-    fj.jacobian_fn(heads)({"shared": torch.eye(3)[:, :2], "heads": torch.ones(2)}, given)
+    w, heads = torch.eye(3)[:, :2], fj.multitask(form, lambda v, h, _: h @ v)
+    fj.jacobian_fn(form)(w, given)
+    fj.jacobian_fn(heads)({"shared": w, "heads": torch.ones(2)}, given)
     assert given.given.keys() == {"x"}
 
 

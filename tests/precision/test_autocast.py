@@ -428,8 +428,7 @@ def test_autocast_leaves_no_trace(wrap):
 @both
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it from 2.13 on")
 def test_functions_of_several_ops_have_the_dtypes_of_each_in_all_engines(dtype):
-    seen = set()
-    loss = lambda w, x, y: seen.add((z := F.linear_cross_entropy(x, w, y)).dtype) or z.float()
+    seen, loss = set(), lambda w, x, y: seen.add((z := F.linear_cross_entropy(x, w, y)).dtype) or z.float()
     losses = fj.autocast(fj.per_example(loss), dtype)
     for find in (fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn):
         find(losses)(draw(4, 3), draw(5, 2, 3), torch.ones(5, 2, dtype=torch.int64))
