@@ -62,20 +62,20 @@ def _refusing(op: Any, is_wrong: Callable[[list[Any]], Any], cure: str) -> Calla
 
 
 _ALWAYS, _OPTIONS = (lambda _: True), getattr(nn, "LinearCrossEntropyOptions", ())
-# Torch would take examples for the systems of the other operand.
-_MIXED: Any = lambda x: x[0].ndim != x[1].ndim and x[1].shape != x[0].shape[:-1]
+_BATCHED: Any = lambda x: any(is_hidden(y) for y in x if isinstance(y, Tensor))
+_OTHER_BATCHES: Any = lambda x: x[0].ndim != x[1].ndim and x[1].shape != x[0].shape[:-1] and _BATCHED(x)
 _WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {  # by name: for which arguments, and what is right
     "cdist": (_ALWAYS, "Take (x[:, None] - y).norm(dim=-1)"),
-    **dict.fromkeys(("solve", "solve_ex"), (_MIXED, "Expand both to one batch")),
-    "conv2d": (lambda x: any(isinstance(y, tuple | list) and len(y) == 1 for y in x), "Write stride=2"),
-    "lu_solve": (_ALWAYS, "Take torch.linalg.solve"),
-    "lstsq": (lambda x: x[1].ndim < x[0].ndim, "Pass b.unsqueeze(-1)"),
-    "as_strided_": (_ALWAYS, "Take torch.as_strided"),
+    **dict.fromkeys(("solve", "solve_ex"), (_OTHER_BATCHES, "Expand both to one batch")),
+    "conv2d": (lambda x: _BATCHED(x) and any(isinstance(y, tuple | list) and len(y) == 1 for y in x), "Write stride=2"),
+    "lu_solve": (_BATCHED, "Take torch.linalg.solve"),
+    "lstsq": (lambda x: x[1].ndim < x[0].ndim and is_hidden(x[1]), "Pass b.unsqueeze(-1)"),
+    "as_strided_": (_BATCHED, "Take torch.as_strided"),
     **dict.fromkeys(("index_copy", "index_copy_"), (lambda x: not x[3].ndim, "Pass source.reshape(1)")),
-    "index_fill": (lambda x: isinstance(x[3], Tensor), "Take torch.where"),
+    "index_fill": (lambda x: isinstance(x[3], Tensor) and is_hidden(x[3]), "Take torch.where"),
     "masked_select": (lambda x: x[0].ndim < x[1].ndim, "Expand the input to the mask"),
     "roll": (lambda x: not x[0].ndim, "Leave out what has no dimension"),
-    "select_scatter": (_ALWAYS, "Take torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)"),
+    "select_scatter": (_BATCHED, "Take torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)"),
     "linear_cross_entropy": (lambda x: any(isinstance(y, _OPTIONS) for y in x), "Pass options=None"),
 }
 _WRONG_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # by node of a graph
