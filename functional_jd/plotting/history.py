@@ -45,7 +45,7 @@ def history(
     gramians: list[Tensor] = []
     if _have("gramian", 2, infos):
         tensors = (map(torch.as_tensor, (x.moved, x.gramian)) for x in infos)
-        gramians = [torch.where(moved, G.detach(), torch.nan) for moved, G in tensors]  # without skipped steps' rows
+        gramians = [torch.where(moved, G.detach(), torch.nan) for moved, G in tensors]  # NaN: skipped
         rows["gradient norm"] = [gramian.diagonal().sqrt() for gramian in gramians]
     if states is not None:
         _check_records(states, ScaleState)

@@ -59,7 +59,7 @@ class ModuleParts:
         """Raise if a part was changed or frozen, which what is given is not; or saves a new buffer: others go."""
         for name in [name for name, x in self.trained if not x.requires_grad and given[name].requires_grad]:
             found = f"functional: requires_grad of the module must stay as it was, found {name!r} frozen"
-            raise ValueError(f"{found}, and not what is passed. Detach that, or freeze before functional(module).")
+            raise ValueError(f"{found}, which does not freeze what is passed. Detach that, or freeze it before.")
         for part, contents, before in self.ordinary:
             home = part._buffers  # pyright: ignore[reportPrivateUsage]
             if _contents(part) != contents or not before.keys() <= home.keys():

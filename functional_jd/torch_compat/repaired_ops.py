@@ -53,7 +53,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _refusing(op: Any, is_wrong: Callable[[list[Any]], Any], cure: str) -> Callable[..., Any]:
-    def form(*args: Any, **kwargs: Any) -> Any:
+    def form(*args: Any, **kwargs: Any) -> Any:  # where it raises, engines go one by one
         if under_transform() and is_wrong([*args, *kwargs.values()]):
             raise RuntimeError(f"torch has wrong values or derivatives of {op.__name__} under torch.vmap. {cure}.")
         return op(*args, **kwargs)
@@ -63,10 +63,10 @@ def _refusing(op: Any, is_wrong: Callable[[list[Any]], Any], cure: str) -> Calla
 
 _ALWAYS, _OPTIONS = (lambda _: True), getattr(nn, "LinearCrossEntropyOptions", ())
 _BATCHED: Any = lambda x: any(is_hidden(y) for y in x if isinstance(y, Tensor))
-_OTHER_BATCHES: Any = lambda x: x[0].ndim != x[1].ndim and x[1].shape != x[0].shape[:-1] and _BATCHED(x)
+_WITH_OTHER_BATCH: Any = lambda x: x[0].ndim != x[1].ndim and x[1].shape != x[0].shape[:-1] and _BATCHED(x)
 _WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {  # by name: for which arguments, and what is right
     "cdist": (_ALWAYS, "Take (x[:, None] - y).norm(dim=-1)"),
-    **dict.fromkeys(("solve", "solve_ex"), (_OTHER_BATCHES, "Expand both to one batch")),
+    **dict.fromkeys(("solve", "solve_ex"), (_WITH_OTHER_BATCH, "Expand both to one batch")),
     "conv2d": (lambda x: _BATCHED(x) and any(isinstance(y, tuple | list) and len(y) == 1 for y in x), "Write stride=2"),
     "lu_solve": (_BATCHED, "Take torch.linalg.solve"),
     "lstsq": (lambda x: x[1].ndim < x[0].ndim and is_hidden(x[1]), "Pass b.unsqueeze(-1)"),
@@ -78,7 +78,7 @@ _WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {  # by name: for which ar
     "select_scatter": (_BATCHED, "Take torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)"),
     "linear_cross_entropy": (lambda x: any(isinstance(y, _OPTIONS) for y in x), "Pass options=None"),
 }
-_WRONG_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # by node of a graph
+_WRONG_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # by node of plain autograd: the op, and for which nodes
     "CdistBackward0": ("cdist", _ALWAYS),
     "IndexCopyBackward0": ("index_copy", lambda x: not x._saved_source_dim),
     "MaskedSelectBackward0": ("masked_select", lambda x: x._saved_self.ndim < x._saved_mask.ndim),
@@ -93,10 +93,10 @@ REPAIRED: dict[Any, Any] = {
     **dict.fromkeys((nn.functional.prelu, torch.prelu, Tensor.prelu), prelu),
     nn.functional.one_hot: one_hot,
 }
-for _home in (torch, torch.linalg, nn.functional, Tensor):
-    forms = {op: _refusing(op, *how) for name, how in _WRONG.items() if (op := getattr(_home, name, None))}
-    REPAIRED.update(forms | REPAIRED)
 """By op, what computes the same, or raises what sends an engine another way."""
+for _home in (torch, torch.linalg, nn.functional, Tensor):
+    _forms = {op: _refusing(op, *how) for name, how in _WRONG.items() if (op := getattr(_home, name, None))}
+    REPAIRED.update(_forms | REPAIRED)
 
 BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm])
 """The ops that normalize by the statistics of a batch. `training` is their sixth argument, `momentum` the next."""

@@ -32,7 +32,7 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
 
 
 def closed(token: Tensor, moved: Tensor, tree: Tree) -> Tree:
-    """Results with the same values. Cotangents pass if the step `moved`, or if one, of a report alone, is not zero."""
+    """Results with the same values. Cotangents pass if the step `moved`, or if that of a report is not zero."""
     leaves, structure = tree_flatten(tree)
     rest = iter(_Close.apply(token, moved, True, *filter(_is_real, leaves)))  # pyright: ignore
     return structure.unflatten([next(rest) if _is_real(x) else x for x in leaves])
